@@ -1,10 +1,10 @@
 """AdamW in one pass: gradient, moments and weight are read once, and what computes the next step is written beside
 them.
 
-A kernel a parameter reads weight, moments and gradient, scales the gradient by the factor that clips it, and writes
-weight, moments and, where float32 weights have one, the bfloat16 copy that computes. In float32 with a gradient in
-bfloat16 that moves 28 bytes a weight, where clipping, AdamW and a cast apart move 42. Knows no model, no ranks and no
-run.
+A kernel, of one parameter or of many small ones, reads weight, moments and gradient, scales the gradient by the factor
+that clips it, and writes weight, moments and, where float32 weights have one, the bfloat16 copy that computes. In
+float32 with a gradient in bfloat16 that moves 28 bytes a weight, where clipping, AdamW and a cast apart move 42. Knows
+no model, no ranks and no run.
 
 Weights in bfloat16 are rounded stochastically: an update of less than half the distance of two neighbors, as most are,
 would vanish otherwise. So is the second moment, which moves by a thousandth a step. The random bits follow from (seed,
@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from manyhands.core.holding import local
-from manyhands.kernels.adamw.reference import AdamWTensors, Rates, Update, make_key, make_rows
-from manyhands.kernels.adamw.select import find_update
+from manyhands.kernels.adamw.reference import AdamWTensors, Rates, Update, make_key, make_rows, one_by_one
+from manyhands.kernels.adamw.select import find_update, find_update_all
 from manyhands.kernels.adamw.streamed import StreamedUpdate
 
 
@@ -52,6 +52,7 @@ class FusedAdamW(torch.optim.AdamW):
         self._copies, self._written = copies or {}, written
         self._update: Update = find_update(backend)
         self._streamed = None if stream_to is None else StreamedUpdate(self._update, stream_to)
+        self._update_all = find_update_all(backend) if self._streamed is None else one_by_one(self._streamed)
         self._device = stream_to
         self._keys: dict[torch.Tensor, torch.Tensor] = {}
         self._ahead: dict[torch.Tensor, tuple[Rates, torch.Tensor]] = {}  # for ``update``
@@ -99,15 +100,19 @@ class FusedAdamW(torch.optim.AdamW):
         """
         rates, row = self._ahead.pop(parameter)
         self.state[parameter]["step"] += 1
-        self._update_one(parameter, gradient, rates, row)
+        part = self._part_of(parameter, gradient, row)
+        if part.weight.numel():
+            (self._streamed or self._update)(part, rates, self.gradient_factor)
 
     def _step_group(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
         counts = [self._state_of(parameter)["step"] for parameter in parameters]
         torch._foreach_add_(counts, 1)
         rates, rows = self._rates_of(group, torch.stack(counts))
+        parts = []
         for parameter, row in zip(parameters, rows.unbind(0), strict=True):
             assert parameter.grad is not None
-            self._update_one(parameter, local(parameter.grad), rates, row)
+            parts.append(self._part_of(parameter, local(parameter.grad), row))
+        self._update_all([part for part in parts if part.weight.numel()], rates, self.gradient_factor)
 
     def _rates_of(self, group: dict[str, Any], counts: torch.Tensor) -> tuple[Rates, torch.Tensor]:
         """What the group's parameters share, and the row of each, whose update is its ``counts``-th."""
@@ -118,9 +123,9 @@ class FusedAdamW(torch.optim.AdamW):
         rates = Rates(beta1, beta2, group["eps"], lr * group["weight_decay"])
         return rates, rows if self._device is None else rows.to(self._device)
 
-    def _update_one(self, parameter: torch.Tensor, gradient: torch.Tensor, rates: Rates, row: torch.Tensor) -> None:
+    def _part_of(self, parameter: torch.Tensor, gradient: torch.Tensor, row: torch.Tensor) -> AdamWTensors:
         state, copy = self.state[parameter], self._copies.get(parameter)
-        part = AdamWTensors(
+        return AdamWTensors(
             weight=_flat(parameter),
             gradient=gradient.reshape(-1),
             exp_avg=_flat(state["exp_avg"]),
@@ -129,8 +134,6 @@ class FusedAdamW(torch.optim.AdamW):
             copy=None if copy is None else _flat(copy),
             key=self._keys.get(parameter),
         )
-        if part.weight.numel():
-            (self._streamed or self._update)(part, rates, self.gradient_factor)
 
     def _state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         state: dict[str, torch.Tensor] = self.state[parameter]

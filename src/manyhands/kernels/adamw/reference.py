@@ -4,7 +4,7 @@ the step's numbers, and the random bits of stochastic rounding.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,15 @@ class AdamWTensors:
 
 
 Update = Callable[[AdamWTensors, Rates, torch.Tensor | None], None]
+UpdateAll = Callable[[Sequence[AdamWTensors], Rates, torch.Tensor | None], None]
+
+
+def one_by_one(update: Update) -> UpdateAll:
+    def update_all(parts: Sequence[AdamWTensors], rates: Rates, factor: torch.Tensor | None) -> None:
+        for part in parts:
+            update(part, rates, factor)
+
+    return update_all
 
 
 def make_rows(counts: torch.Tensor, lr: float, beta1: float, beta2: float) -> torch.Tensor:

@@ -6,7 +6,7 @@ from functools import cache
 
 import torch
 
-from manyhands.kernels.adamw.reference import Update, update_reference
+from manyhands.kernels.adamw.reference import Update, UpdateAll, one_by_one, update_reference
 from manyhands.kernels.backend import Backend, beyond_bound, triton_or
 
 
@@ -25,3 +25,12 @@ def find_update(backend: str) -> Update:
 
         return update_triton
     return update_reference
+
+
+def find_update_all(backend: str) -> UpdateAll:
+    """The function that updates many parts."""
+    if backend == "triton":
+        from manyhands.kernels.adamw.triton import UpdateTogether
+
+        return UpdateTogether()
+    return one_by_one(update_reference)
