@@ -9,7 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from manyhands import families
 from manyhands.config.schema import MethodSection
+from manyhands.convert.experts import stack_experts
+from manyhands.convert.fused_modules import fuse_modules
 from manyhands.convert.lora import apply_lora
 from manyhands.core.world import World
 from manyhands.engine.apply import compile_blocks, keep_compute_copy
@@ -19,15 +22,19 @@ from manyhands.model.structure import find_blocks
 from tests.support.layouts import pack
 from tests.support.tiny import tiny_model
 
+METHODS = ("lora", "experts", "full")
 DOCUMENTS = [[([1, 2, 3, 4, 5], [1] * 5)], [([9, 8, 7], [1] * 3)], [([5, 5, 6, 7], [1] * 4)]]
 
 
 def make_engine(device: torch.device, *, cuda_graphs: bool, method: str = "lora") -> NativeEngine:
-    """Adapters in float32, or everything trained: float32 masters that compute in bfloat16."""
+    """Adapters in float32, on experts too, or everything trained: float32 masters that compute in bfloat16."""
     torch.manual_seed(0)
-    model = tiny_model("llama")
-    if method == "lora":
+    model = tiny_model("qwen3_moe" if method == "experts" else "llama")
+    if method == "experts":
+        stack_experts(model)
+    if method != "full":
         apply_lora(model, MethodSection(name="lora", rank=4), 0)
+        fuse_modules(model, families.known_modules())
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.1)
@@ -72,7 +79,7 @@ def gradients_of(engine: NativeEngine, batches: list[dict[str, object]]) -> list
     return [p.grad.cpu() for p in engine.model.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("num_micro_batches", [1, 2, 3])
 def test_gradients_survive_the_next_micro_batch(num_micro_batches: int, method: str) -> None:
     device = torch.device("cpu")
@@ -88,7 +95,7 @@ def test_gradients_survive_the_next_micro_batch(num_micro_batches: int, method: 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("method", METHODS)
 def test_graphs_give_the_same_gradients(method: str) -> None:
     device = torch.device("cuda")
     rows = [[1, 2, 3, 4] * 16, [7, 8] * 32, [5] * 64]
@@ -103,7 +110,7 @@ def test_graphs_give_the_same_gradients(method: str) -> None:
         engine.optimizer = torch.optim.SGD((p for p in engine.model.parameters() if p.requires_grad), lr=0.1)
     for _ in range(4):  # the first passes warm up and record
         expected, found = (gradients_of(engine, batches) for engine in (plain, graphs))
-        near = {"rtol": 1e-4, "atol": 1e-6} if method == "lora" else {"rtol": 2e-2, "atol": 1e-4}
+        near = {"rtol": 1e-4, "atol": 1e-6} if method != "full" else {"rtol": 2e-2, "atol": 1e-4}
         torch.testing.assert_close(found, expected, **near)
         for engine in (plain, graphs):
             engine.step(0.1, max_norm=0.0)

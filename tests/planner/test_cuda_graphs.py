@@ -7,12 +7,19 @@ from typing import Any
 import pytest
 
 from manyhands.core.errors import UserError
+from manyhands.facts.types import LinearShape
 from manyhands.planner.search import plan
 from manyhands.planner.types import Plan
-from tests.planner.examples import data_facts, facts, llama_8b, mixture, model_facts, run_config
+from tests.planner.examples import data_facts, facts, llama_8b, model_facts, run_config
 from tests.support.plans import explain_why
 
 SMALL = model_facts(hidden=576, inner=1536, layers=30, heads=9, kv_heads=3, vocab=49152)
+STACKS = {
+    "mlp.experts.gate_up_proj": LinearShape(4 * 2 * 576, 576, 4, 2),
+    "mlp.experts.down_proj": LinearShape(4 * 576, 576, 4, 2),
+}
+DENSE = {name: shape for name, shape in SMALL.block_linear_shapes.items() if "mlp" not in name}
+MIXTURE = SMALL.model_copy(update={"model_type": "qwen3_moe", "block_linear_shapes": DENSE | STACKS})
 LORA = {"method__name": "lora", "batch__samples": 16}
 
 
@@ -38,9 +45,15 @@ def test_large_models_have_none() -> None:
     assert not make_plan(model=llama_8b()).layout.cuda_graphs
 
 
-def test_full_training_on_one_gpu_has_graphs_if_asked_for() -> None:
-    assert not make_plan(method__name="full").layout.cuda_graphs
-    assert make_plan(method__name="full", parallel__cuda_graphs=True).layout.cuda_graphs
+@pytest.mark.parametrize("asked", ["auto", True, False])
+def test_small_models_in_full_have_graphs_on_one_gpu(asked: bool | str) -> None:
+    made = make_plan(method__name="full", parallel__cuda_graphs=asked)
+    assert made.layout.cuda_graphs == bool(asked)
+
+
+@pytest.mark.parametrize(("asked", "has_graphs"), [("auto", False), (True, True)])
+def test_mixtures_with_adapters_have_graphs_if_asked_for(asked: bool | str, has_graphs: bool) -> None:
+    assert make_plan(model=MIXTURE, method__rank=4, parallel__cuda_graphs=asked).layout.cuda_graphs == has_graphs
 
 
 def test_samples_of_one_length_need_no_padding() -> None:
@@ -61,7 +74,8 @@ def test_samples_of_one_length_need_no_padding() -> None:
         ({"parallel__activation_checkpointing": "full"}, "activations are recomputed"),
         ({"task": "preference"}, "batches of preference tasks vary in shape"),
         ({"method__dropout": 0.1}, "adapters have dropout"),
-        ({"model": mixture(), "method__rank": 4}, "the model is a mixture of experts"),
+        ({"model": MIXTURE, "method__name": "full"}, "experts are trained in full"),
+        ({"model": MIXTURE, "gpus": 2, "parallel__expert_degree": 2}, "ranks exchange tokens inside blocks"),
         (
             {"model": SMALL.model_copy(update={"num_mixer_layers": 3})},
             "the model has recurrent layers (linear attention, state space or convolution)",

@@ -693,8 +693,7 @@ class ParallelSection(Section):
     cuda_graphs: bool | Auto = Field(
         "auto",
         description="Launch the kernels of compiled blocks as CUDA graphs, with packs padded to one size; auto does "
-        "where adapters of a small model are trained and launching kernels one by one takes longer than running them. "
-        "true can do so for full training on one GPU, too, which has not been measured.",
+        "where launching the kernels of a small model one by one takes longer than running them.",
     )
     timeout_s: PositiveInt = Field(600, description="Seconds without progress of a rank after which the run fails.")
 

@@ -289,12 +289,15 @@ def use_spare_memory(config: RunConfig, candidate: Candidate, base: EstimateInpu
 
 def use_graphs(config: RunConfig, candidate: Candidate, base: EstimateInput, limits: Limits) -> Candidate:
     """The candidate with its blocks launched as CUDA graphs and packs padded to one size, where that is possible and
-    asked for, or faster by ``GRAPHS_GAIN``; else itself. Left to auto only adapters have graphs: nothing else was
-    measured.
+    asked for, or faster by ``GRAPHS_GAIN``; else itself. Mixtures of experts have them only if asked for:
+    none was measured.
     """
     layout, asked = candidate.layout, config.parallel.cuda_graphs
-    excluded = base.num_adapter_parameters == 0 if asked == "auto" else not asked
-    if excluded or refuse_graphs(config, replace(base, layout=layout)) is not None:
+    if (
+        not asked
+        or (asked == "auto" and base.model.has_groups)
+        or refuse_graphs(config, replace(base, layout=layout)) is not None
+    ):
         return candidate
     tokens = layout.pack_tokens or layout.micro_tokens
     found = limits.evaluate(base, change(layout, cuda_graphs=True, dynamic=False, pack_tokens=tokens))
@@ -319,7 +322,8 @@ def refuse_graphs(config: RunConfig, s: EstimateInput, *, fits: bool = True) -> 
         "context parallelism communicates inside blocks": layout.mesh.context > 1,
         "adapters have dropout": s.adapter_dropout,
         "images pass through the model": s.images is not None,
-        "the model is a mixture of experts": s.model.has_groups,
+        "experts are trained in full": s.model.has_groups and layout.trains_everything,
+        "ranks exchange tokens inside blocks": layout.expert_degree > 1,
         "the model has recurrent layers (linear attention, state space or convolution)": s.model.num_mixer_layers > 0,
         "attention is computed in plain PyTorch or with a mask": s.attends_blockwise or s.builds_mask,
         "the loss needs additional forward passes": s.num_more_passes > 0,
