@@ -142,7 +142,7 @@ TRAIN = """
 import json, pathlib, sys, time
 from manyhands.cli.run_file import load_run
 from manyhands.launch.run.resume import folder_of
-config = load_run(pathlib.Path(sys.argv[2]), sys.argv[3:]).config
+config = load_run(pathlib.Path(sys.argv[2]), sys.argv[3:-1], short={"output.dir": sys.argv[-1][9:]}).config
 folder = folder_of(config)
 folder.create()
 folder.write_config(config)
@@ -174,7 +174,7 @@ def test_a_run_that_fails_is_tried_again_by_the_same_command(monkeypatch, run_fi
     assert (config["method"]["rank"], config["stop"]["epochs"]) == (16, 1)
 
 
-def test_without_a_run_file(monkeypatch, tmp_path):
+def test_without_a_run_file(monkeypatch, tmp_path, started):
     monkeypatch.chdir(tmp_path)
     planned = []
     memory, no_time = types.SimpleNamespace(total=2.25 * 2**30, limit=70 * 2**30), 1e-3  # the rate that has none
@@ -196,7 +196,19 @@ def test_without_a_run_file(monkeypatch, tmp_path):
     ], ended.output
     assert [config.optimizer.learning_rate for config in planned] == [1e-4, 1e-3]
     assert {(config.model.name, config.method.rank) for config in planned} == {("org/model", 4)}
-    assert Path("runs/s/run.yaml").is_file()
+    assert not Path("runs").exists(), "a dry run leaves nothing"
+
+    waiting = []
+    monkeypatch.setattr(queue, "run_queue", lambda found, *_, **__: waiting.extend(found.read()["items"]) or True)
+    Path("run.yaml").write_text("mine")
+    assert call("sweep", *words[:-1], ".").exit_code == EXIT_FAILED, "none has finished"
+    assert Path("run.yaml").read_text() == "mine", "a run file in the sweep's folder is the user's own"
+    assert [call(*item["words"]).exit_code for item in waiting] == [0, 0]
+    assert [config for config, _ in started] == planned[2:], "each trains what was planned"
+    assert {(config.output.dir, config.name) for config in planned[2:]} == {
+        (str(tmp_path), "learning_rate-1e-4"),
+        (str(tmp_path), "learning_rate-1e-3"),
+    }
 
 
 def test_a_value_that_its_key_does_not_take_is_refused_before_anything_starts(run_file, tmp_path, monkeypatch):

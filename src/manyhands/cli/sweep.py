@@ -18,14 +18,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import psutil
 import typer
 
-from manyhands.cli.one_line import as_overrides, takes_short_options
-from manyhands.cli.run_file import Short, load_run
+from manyhands.cli.one_line import as_overrides, make_run, takes_short_options
+from manyhands.cli.run_file import Short
 from manyhands.cli.runs import comparable_loss, format_table, summarize
 from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.core.files import read_object, read_rows, write_json
 from manyhands.core.limits import GIB
 
 if TYPE_CHECKING:
+    from manyhands.config.read import ParsedFile
     from manyhands.config.schema import RunConfig
     from manyhands.planner.types import Plan
 
@@ -70,21 +71,19 @@ def sweep(
 
     One run on each GPU where all of them fit one and that is faster, else one after the other on all GPUs. Starting it
     again continues with the runs that have not finished."""
+    from manyhands.launch.run.file import load_for_start
+
     words = list(overrides or ())
     if run is not None and "=" in run and not Path(run).exists():
         words, run = [run, *words], None
     words = [*as_overrides({key: value for key, value in short.items() if key != "output.dir"}, words)]
     keys, fixed = split_words(words)
-    path = None if run is None else Path(run)
     first = [f"{key}={values[0]}" for key, values in keys.items() if not RANGE.fullmatch(values[0])]
-    base = load_run(path, fixed if path is not None else [*fixed, *first])
+    source = make_run({}, [*fixed, *first]) if run is None else Path(run)
+    base = load_for_start(source, fixed if run is not None else [*fixed, *first])
     folder = Path(short.get("output.dir", f"{base.config.output.dir}/{base.config.name}-sweep"))
     folder = Path(os.path.abspath(folder.expanduser()))
-    if path is None:
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / "run.yaml"
-        path.write_text(base.run_file or "", encoding="utf-8")
-    trials = list(make_trials(path, fixed, choose(keys, num_random, seed), folder))
+    trials = list(make_trials(source, fixed, choose(keys, num_random, seed), folder))
     plans: Sequence[Plan] = ()
     if before := place_before(trials, folder):
         gpus, note = before
@@ -96,7 +95,8 @@ def sweep(
         rows = [(*each.values.values(), *describe_plan(plan)) for each, plan in zip(trials, plans, strict=True)]
         print("\n".join(format_table([(*keys, "memory per rank", "seconds"), *rows])))
         return
-    train = ["train", str(path.absolute()), *(word for word in fixed if word.partition("=")[0] not in OWN)]
+    file = [] if run is None else [str(Path(run).absolute())]
+    train = ["train", *file, *(word for word in fixed if word.partition("=")[0] not in OWN)]
     try:
         carry_out(trials, train, folder, gpus)
     finally:
@@ -189,15 +189,18 @@ def draw(source: random.Random, text: str) -> str:
     return str(round(value)) if is_whole else f"{value:.3g}"
 
 
-def make_trials(path: Path, fixed: Sequence[str], chosen: Sequence[Mapping[str, str]], folder: Path) -> Iterator[Trial]:
+def make_trials(
+    source: Path | ParsedFile, fixed: Sequence[str], chosen: Sequence[Mapping[str, str]], folder: Path
+) -> Iterator[Trial]:
     """Reads each run. UserError for a value that its key does not take, and for runs in the folder that are others."""
+    from manyhands.launch.run.file import load_for_start
     from manyhands.launch.run.resume import find_run, folder_of
 
     for values in chosen:
         name = name_of(values)
         own = [f"output.dir={folder}", f"name={name}"]
         words = [word for word in fixed if word.partition("=")[0] not in OWN]
-        config = load_run(path, [*words, *(f"{key}={value}" for key, value in values.items()), *own]).config
+        config = load_for_start(source, [*words, *(f"{key}={value}" for key, value in values.items()), *own]).config
         find_run(folder_of(config), config)
         yield Trial(name, values, config)
 
@@ -306,7 +309,7 @@ def carry_out(trials: Sequence[Trial], train: Sequence[str], folder: Path, gpus:
         at_work = {item["title"] for item in state["items"]}
         for trial in trials:
             if trial.name not in at_work and not is_finished(folder, trial):
-                words = [*train, *trial.words, *one, f"output.dir={folder}", f"name={trial.name}"]
+                words = [*train, *trial.words, *one, f"--output={folder / trial.name}"]
                 queue.append(state, words, trial.name)
     write_table(folder, rank(trials, folder))
     try:
