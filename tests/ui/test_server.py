@@ -92,6 +92,22 @@ def test_a_run_in_full(runs):
     assert found["settings"]["method.rank"] == 8
 
 
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("metrics.jsonl", '{"kind": "step", "step": 31, "devices": 3, "rank_losses": "ab", "rank_seconds": 5}\n'),
+        ("metrics.jsonl", '{"kind": "evaluation", "step": 31, "loss": 1, "samples": 5}\n'),
+        ("metrics.jsonl", '{"kind": "evaluation", "step": 31, "loss": 1, "samples": [{"answer": NaN}]}\n'),
+        ("plans/001.json", '{"memory": {"terms": [1], "limit": NaN}, "layout": {"mesh": "ab"}}'),
+    ],
+)
+def test_damaged_files_of_a_run_spoil_no_answer(runs, file, text):
+    (write_run(runs, "one") / file).write_text(text)
+    app = make_app(runs)
+    assert request(app, "/api/runs/one", COOKIE)[0] == 200
+    assert request(app, "/api/compare?run=one", COOKIE)[0] == 200
+
+
 def test_names_that_are_no_text(runs):
     write_run(runs, "one")
     os.mkdir(os.path.join(os.fsencode(runs), b"\xff"))
@@ -167,10 +183,14 @@ def test_forms_fill_the_queue(runs, monkeypatch):
         ("/api/data", {"run": "--help"}, "must be a path"),
         ("/api/runs/one/stop", {}, "no launcher of this run"),
         ("/api/runs/one/delete", {}, "no such action"),
+        ("/api/runs/moved/resume", {}, "rename it to before"),
+        ("/api/runs/damaged/resume", {}, "run.json is damaged"),
     ],
 )
 def test_refused_forms(runs, path, value, error):
     write_run(runs, "one")
+    write_run(runs, "before").rename(runs / "moved")
+    (write_run(runs, "damaged") / "run.json").write_text('{"name": ')
     status, answer = post(make_app(runs), path, value)
     assert status >= 400
     assert error in answer["error"]

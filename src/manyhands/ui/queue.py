@@ -254,7 +254,8 @@ def stop(folder: RunFolder) -> None:
 def words_to_resume(folder: RunFolder) -> list[str]:
     """The command line that continues a run: its run.json, in the folder where it is."""
     path = folder.path.resolve()
-    if (name := read_object(folder.run_json).get("name")) != path.name:
+    name = read_object(folder.run_json).get("name") or folder.read_config().name  # which says what is wrong with it
+    if name != path.name:
         raise UserError("the run's folder has another name than the run", where=str(path), fix=f"rename it to {name}")
     return ["train", str(path / folder.run_json.name), f"output.dir={path.parent}"]
 

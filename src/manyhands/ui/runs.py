@@ -33,6 +33,8 @@ def clean(value: Any) -> Any:
         return printable(value)
     if isinstance(value, Mapping):
         return {printable(str(key)): clean(item) for key, item in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):  # JSON has none
+        return None
     return [clean(item) for item in value] if isinstance(value, list | tuple) else value
 
 
@@ -187,8 +189,7 @@ def describe_plan(folder: RunFolder) -> dict[str, Any]:
     config = read_object(folder.run_json)
     newest = read_object(folder.plan_json).get("newest")
     plan = read_object(folder.path / newest) if isinstance(newest, str) and ".." not in newest else {}
-    terms = {name: size for name, size in (_get(plan, "memory", "terms") or {}).items() if isinstance(size, int)}
-    mesh = _get(plan, "layout", "mesh") or {}
+    terms, mesh = _integers(_get(plan, "memory", "terms")), _integers(_get(plan, "layout", "mesh"))
     device = _get(plan, "layout", "device")
     outside = terms.get("overhead", 0) + terms.get("pools", 0) if device == "cuda" else 0  # of what tensors hold
     return {
@@ -208,13 +209,18 @@ def describe_plan(folder: RunFolder) -> dict[str, Any]:
     }
 
 
+def _integers(value: Any) -> dict[str, int]:
+    return {name: each for name, each in value.items() if isinstance(each, int)} if isinstance(value, dict) else {}
+
+
 def read_settings(folder: RunFolder) -> dict[str, Any]:
     """run.json by dotted key."""
     return flatten(read_object(folder.run_json))
 
 
 def _describe_ranks(row: Mapping[str, Any], beats: Mapping[int, Beat]) -> list[dict[str, Any]]:
-    devices, losses, seconds = (row.get(key) or [] for key in ("devices", "rank_losses", "rank_seconds"))
+    found = (row.get(key) for key in ("devices", "rank_losses", "rank_seconds"))
+    devices, losses, seconds = (value if isinstance(value, list) else [] for value in found)
     ranks = []
     for rank in range(max(len(devices), len(losses), 1 + max(beats, default=-1))):
         device = devices[rank] if rank < len(devices) and isinstance(devices[rank], dict) else {}

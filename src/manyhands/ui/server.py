@@ -125,9 +125,9 @@ class Page:
         """Stops or resumes a run, or looks at what it waits for."""
         action, folder = request.path_params["action"], run.folder
         if action == "stop":
-            return await _carry_out(stop, folder)
+            return await _carry_out(lambda: stop(folder))
         if action == "resume":
-            return await _carry_out(self.queue.add, words_to_resume(folder), f"resume {folder.path.name}")
+            return await _carry_out(lambda: self.queue.add(words_to_resume(folder), f"resume {folder.path.name}"))
         if action == "examine":
             return await _carry_out(lambda: list(examine(folder).lines))
         return _respond({"error": "there is no such action"}, 404)
@@ -180,9 +180,9 @@ class Page:
         return _respond(await asyncio.to_thread(self.runs.compare, names, _axis(request)))
 
 
-async def _carry_out(act: Callable[..., Any], *arguments: Any) -> Any:
+async def _carry_out(act: Callable[[], Any]) -> Any:
     try:
-        return _respond({"done": await asyncio.to_thread(act, *arguments)})
+        return _respond({"done": await asyncio.to_thread(act)})
     except UserError as error:
         return _respond({"error": str(error)}, 400)
 
