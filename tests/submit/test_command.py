@@ -186,3 +186,8 @@ def test_a_finished_run_is_not_submitted(run_file, tmp_path, site):
     folder.write_status("finished")
     result = call(run_file, "--to", "slurm", "--no-plan")
     assert result.exit_code == 2 and "this run is finished" in result.stderr and len(asked(tmp_path)) == 1
+
+
+def test_the_command_for_a_path_with_spaces_can_be_pasted(run_file, tmp_path, site):
+    result = call(run_file, "--to", "slurm", "--no-plan", f"output.dir={tmp_path}/my runs")
+    assert f"run: sbatch '{tmp_path}/my runs/job/submit/slurm.sh'" in result.stderr

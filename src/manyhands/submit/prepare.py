@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import time
@@ -137,7 +138,7 @@ def submit_file(job: ClusterJob, target: Target, file: Path) -> str:
         raise UserError(
             f"the job was written, but not submitted: {command[0]} is not installed here",
             where=str(file),
-            fix=f"where it is, run: {' '.join(command)}",
+            fix=f"where it is, run: {shlex.join(command)}",
             exit_code=EXIT_FAILED,
         )
     unset = [name for name in job.section.secrets if name not in os.environ]
@@ -159,7 +160,7 @@ def _run(command: Sequence[str], timeout_s: float, refused: str) -> str:
     except subprocess.TimeoutExpired:
         raise UserError(
             f"{command[0]} has not answered within {timeout_s:.0f} s: whether it took the job is not known",
-            where=" ".join(command),
+            where=shlex.join(command),
             fix="look at the queue before submitting again",
             exit_code=EXIT_FAILED,
         ) from None
@@ -168,7 +169,7 @@ def _run(command: Sequence[str], timeout_s: float, refused: str) -> str:
         return answer
     raise UserError(
         refused,
-        where=" ".join(command),
+        where=shlex.join(command),
         why=f"exit code {done.returncode}",
         fix="correct the keys of `submit`; the answer is above",
         details=answer.splitlines()[-10:],
