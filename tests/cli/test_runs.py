@@ -180,8 +180,9 @@ def test_trials_leave_nothing_in_the_trackers_of_the_run(tmp_path, monkeypatch):
 
 def test_a_run_is_deleted_only_when_asked_and_not_while_it_runs(tmp_path):
     path = write_run(tmp_path, "a", [3.0])
-    refused = RUNNER.invoke(app, ["runs", "delete", "a", "--dir", str(tmp_path)], input="n\n")
-    assert refused.exit_code != 0 and path.exists()
+    for answer, code, words in (("n\n", 1, "nothing was deleted"), ("", 2, "fix: add --yes")):
+        refused = RUNNER.invoke(app, ["runs", "delete", "a", "--dir", str(tmp_path)], input=answer)
+        assert (refused.exit_code, words in refused.output, path.exists()) == (code, True, True), refused.output
     with (path / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         busy = RUNNER.invoke(app, ["runs", "delete", "a", "--yes", "--dir", str(tmp_path)])

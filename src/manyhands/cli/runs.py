@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from manyhands.core.errors import UserError
+from manyhands.core.errors import EXIT_FAILED, UserError
 from manyhands.core.files import count_bytes, read_object, read_rows
 from manyhands.core.text import flatten
 
@@ -129,12 +130,22 @@ def delete(
     lock = FolderLock(found)  # UserError where it is running
     try:
         size = count_bytes(found.path)
-        if not yes:
-            typer.confirm(f"delete {found.path} ({size / 2**30:.2f} GiB)?", abort=True)
+        if not yes and not _confirm(f"delete {found.path} ({size / 2**30:.2f} GiB)?"):
+            print("nothing was deleted")
+            raise typer.Exit(EXIT_FAILED)
         shutil.rmtree(found.path)
     finally:
         lock.release()
     print(f"deleted {found.path}: {size / 2**30:.2f} GiB")
+
+
+def _confirm(question: str) -> bool:
+    try:
+        return typer.confirm(question)
+    except typer.Abort:
+        if sys.stdin.isatty():  # Ctrl-C
+            raise
+        raise UserError("there is no answer on standard input", where=question, fix="add --yes") from None
 
 
 def find_runs(folder: Path) -> Iterator[Summary]:
