@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 import sys
 import types
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from manyhands.cli import sweep
 from manyhands.cli.sweep import choose, draw, name_of, plan_trials, show, split_values, split_words
-from manyhands.core.errors import EXIT_FAILED, UserError
+from manyhands.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, UserError
 from manyhands.ui import queue
 from tests.cli.conftest import call
 
@@ -209,6 +210,19 @@ def test_without_a_run_file(monkeypatch, tmp_path, started):
         (str(tmp_path), "learning_rate-1e-4"),
         (str(tmp_path), "learning_rate-1e-3"),
     }
+
+
+def test_ctrl_c_ends_the_sweep_and_says_so(monkeypatch, run_file):
+    monkeypatch.chdir(run_file.parent)
+    monkeypatch.setattr(sweep, "plan_trial", lambda *_: types.SimpleNamespace(time=None))
+    monkeypatch.setattr(queue, "run_queue", lambda *_, **__: signal.raise_signal(signal.SIGINT))
+    Path("rows.jsonl").write_text("{}\n")
+    ended = call("sweep", run_file, "method.rank=8,16")
+    assert ended.exit_code == EXIT_INTERRUPTED
+    assert ended.stderr == (
+        "SIGINT: the sweep and its runs have ended; the same command goes on with those that have not finished\n"
+    )
+    assert queue.Queue(Path("runs/run-sweep")).read()["paused"]
 
 
 def test_a_value_that_its_key_does_not_take_is_refused_before_anything_starts(run_file, tmp_path, monkeypatch):

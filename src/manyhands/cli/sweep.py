@@ -288,7 +288,7 @@ def is_finished(folder: Path, trial: Trial) -> bool:
 
 def carry_out(trials: Sequence[Trial], train: Sequence[str], folder: Path, gpus: Sequence[str]) -> None:
     """Runs what has not finished. Ctrl-C and SIGTERM reach the runs, which save and end, and raise ``Stopped``."""
-    from manyhands.launch.local.watch import raise_when_stopped
+    from manyhands.launch.local.watch import Stopped, raise_when_stopped
     from manyhands.ui.queue import Queue, is_machine_free, is_open, run_queue
 
     queue = Queue(folder)
@@ -315,9 +315,12 @@ def carry_out(trials: Sequence[Trial], train: Sequence[str], folder: Path, gpus:
     try:
         with raise_when_stopped():
             done = run_queue(queue, is_machine_free, on_change=report)
-    except UserError:
+    except UserError as error:
         queue.pause(True)  # else a page that is opened on the folder would go on
         stop_runs(queue.read()["items"])
+        if isinstance(error, Stopped):
+            error.what = f"{error.signal.name}: the sweep and its runs have ended"
+            error.fix = "the same command goes on with those that have not finished"
         raise
     if not done:
         raise UserError(
