@@ -192,6 +192,15 @@ def test_a_run_is_deleted_only_when_asked_and_not_while_it_runs(tmp_path):
     assert missing.exit_code == 2
 
 
+def test_a_run_is_deleted_from_within_but_not_through_a_link(tmp_path, monkeypatch):
+    path = write_run(tmp_path, "a", [3.0])
+    (tmp_path / "link").symlink_to(path)
+    refused = RUNNER.invoke(app, ["runs", "delete", "link", "--yes", "--dir", str(tmp_path)])
+    assert refused.exit_code == 2 and f"fix: manyhands runs delete {path}\n" in refused.stderr and path.exists()
+    monkeypatch.chdir(path)
+    assert "deleted" in call("delete", ".", "--yes") and not path.exists()
+
+
 def test_layouts_are_read_and_what_does_not_divide_is_refused():
     two, four = parse_layouts("ddp:2, accumulation:4", 8)
     assert two.keys == ("parallel.strategy=ddp", "parallel.gpus=2")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import shutil
 import sys
 import time
@@ -127,13 +129,17 @@ def delete(
     from manyhands.launch.run.lock import FolderLock
 
     found = open_run(run, folder)
+    path = Path(os.path.abspath(found.path))  # "." cannot be removed by that name
+    if path.is_symlink():
+        fix = f"manyhands runs delete {shlex.quote(str(path.resolve()))}"
+        raise UserError("this is a link to a run, not its folder", where=str(found.path), fix=fix)
     lock = FolderLock(found)  # UserError where it is running
     try:
         size = count_bytes(found.path)
         if not yes and not _confirm(f"delete {found.path} ({size / 2**30:.2f} GiB)?"):
             print("nothing was deleted")
             raise typer.Exit(EXIT_FAILED)
-        shutil.rmtree(found.path)
+        shutil.rmtree(path)
     finally:
         lock.release()
     print(f"deleted {found.path}: {size / 2**30:.2f} GiB")
