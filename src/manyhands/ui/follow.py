@@ -121,8 +121,9 @@ class Metrics:
     def _add_evaluation(self, row: dict[str, Any]) -> None:
         figures = {key: to_number(value) for key, value in row.items() if isinstance(value, int | float)}
         self.evaluations = [one for one in self.evaluations if one["step"] != figures["step"]] + [figures]
-        samples = row.get("samples") if isinstance(row.get("samples"), list) else []
-        samples = [{**one, "step": row["step"]} for one in samples if isinstance(one, dict)]
+        given = row.get("samples")
+        given = given if isinstance(given, list) else []
+        samples = [{**one, "step": row["step"]} for one in given if isinstance(one, dict)]
         self.samples = ([one for one in self.samples if one["step"] != row["step"]] + samples)[-MAX_SAMPLES:]
 
     def series(self, keys: Sequence[str], axis: Axis, num_points: int) -> dict[str, Any]:
