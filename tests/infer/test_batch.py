@@ -30,6 +30,7 @@ from tests.support.experts import expert_model
 from tests.support.zygote import forking
 
 SETTINGS = GenerationSettings(max_new_tokens=6)
+USER = {"role": "user", "content": "w1"}
 
 
 def make_rows(number: int) -> list[dict[str, Any]]:
@@ -176,6 +177,8 @@ def test_killed_twice_and_resumed(model: Path, tmp_path: Path) -> None:
         ({"prompt": "w1 " * 3000}, "tokens, and the model has room for 2,042"),
         ({"prompt": "w1", "answer": "a", "reference": "b"}, "answer and reference"),
         ({"prompt": "w1", "tools": {"name": "f"}}, "tools must be a list"),
+        ({"prompt": "w1", "system": 5}, "system must be a string"),
+        ({"messages": [{"role": "system", "content": "w2"}, USER], "system": "w3"}, "two system prompts"),
     ],
 )
 def test_rows_that_cannot_be_answered_are_named_before_anything_is(
@@ -203,12 +206,14 @@ def test_system_prompt_and_tools_reach_the_template(model: Path, tmp_path: Path)
     from manyhands.infer.prompts import encode_rows
 
     rows = [{"prompt": "w1"}, {"prompt": "w1", "tools": [{"name": "w9"}]}]
-    rows.append({"messages": [{"role": "system", "content": "w7"}, {"role": "user", "content": "w1"}]})
+    rows.append({"messages": [{"role": "system", "content": "w7"}, USER]})
+    rows += [{"prompt": "w1", "system": "w5"}, {"messages": [USER], "system": ""}]
     file = write_rows(tmp_path / "p.jsonl", rows)
     options = PromptOptions(system="w6", tools=({"name": "w8"},))
     found = [answerer.tokenizer.decode(p.ids) for p in encode_rows(file, answerer.tokenizer, {}, options)]
-    assert [text.split()[0] for text in found] == ["w8", "w9", "w8"]
-    assert ["system w6" in text for text in found] == [True, True, False] and "system w7" in found[2]
+    assert [text.split()[0] for text in found] == ["w8", "w9", "w8", "w8", "w8"]
+    assert ["system w6" in text for text in found] == [True, True, False, False, True]
+    assert "system w7" in found[2] and "system w5" in found[3]
 
 
 def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:

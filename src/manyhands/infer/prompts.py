@@ -157,8 +157,14 @@ def messages_of(
         messages = read_messages(value, given[0], images=images)
     while len(messages) > 1 and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
-    if options.system is not None and messages[0]["role"] not in ("system", "developer"):
-        messages = [{"role": "system", "content": options.system}, *messages]
+    has_turn, field = messages[0]["role"] in ("system", "developer"), row.get("system")
+    if not isinstance(field, str | None):
+        raise RowRefused(f"system must be a string, this is {type(field).__name__}")
+    if field and has_turn:
+        raise RowRefused("two system prompts: the field system and the first turn")
+    system = field or options.system
+    if system is not None and not has_turn:
+        messages = [{"role": "system", "content": system}, *messages]
     tools = row.get("tools") or list(options.tools)
     if isinstance(tools, str):
         tools = parse_json(tools)
