@@ -157,6 +157,11 @@ def test_what_is_saved_again_keeps_a_card_of_the_users_and_no_adapter_beside_a_m
     for target, what in ((tmp_path / "saved", "holds an adapter, and this is a model"), (card, "is a file")):
         with pytest.raises(mh.UserError, match=what):
             whole.save_pretrained(target)
+    (tmp_path / "model" / "model" / "model.safetensors").touch()
+    whole.save_pretrained(tmp_path / "whole")
+    with pytest.raises(mh.UserError, match="holds a model, and this is an adapter"):
+        adapter.save_pretrained(tmp_path / "whole")
+    assert (tmp_path / "whole" / "README.md").read_text() == "of the model"
     whole.outputs = mh.TrainedRun(tmp_path).outputs
     (tmp_path / "adapter").rename(tmp_path / "elsewhere")
     (tmp_path / "model").rename(tmp_path / "gone")

@@ -109,17 +109,19 @@ def keep_by_hand(old: Path, new: Path) -> list[str]:
 
 def copy_output(folder: Path, target: Path) -> None:
     """Copies a written folder over ``target``, as ``save_pretrained`` of other libraries does; a README.md written by
-    hand stays. UserError where ``target`` is a file, or holds an adapter and ``folder`` a model: the two would be
-    opened as the adapter.
+    hand stays. UserError where ``target`` is a file, or one of ``target`` and ``folder`` holds an adapter and the other
+    a model: the two would be opened as the adapter.
     """
     if target.exists() and not target.is_dir():
         raise UserError("the output folder is a file", where=str(target), fix="name a folder")
     if target.exists() and target.samefile(folder):
         return
-    if (target / ADAPTER).is_file() and not (folder / ADAPTER).is_file():
+    there, here = (target / ADAPTER).is_file(), (folder / ADAPTER).is_file()
+    if there != here and (there or any(target.glob("model*.safetensors"))):
+        held, saved = ("an adapter", "a model") if there else ("a model", "an adapter")
         raise UserError(
-            "the output folder holds an adapter, and this is a model",
-            where=str(target / ADAPTER),
+            f"the output folder holds {held}, and this is {saved}",
+            where=str(target / ADAPTER if there else target),
             why="a folder with both is opened as the adapter",
             fix="name another folder",
         )
