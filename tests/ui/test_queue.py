@@ -111,7 +111,9 @@ def test_a_second_process_runs_nothing(queue, monkeypatch):
     runner.join()
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"items": 1}', '{"items": [1]}', "\x00"])
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"items": 1}', '{"items": [1]}', '{"items": [{"id": 1}, {"words": [], "title": "x"}]}', "\x00"]
+)
 def test_a_damaged_file_is_an_empty_queue(queue, text):
     queue.file.write_text(text)
     assert queue.read()["items"] == []

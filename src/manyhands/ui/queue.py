@@ -32,6 +32,12 @@ MAX_ENDED = 30  # items that are kept once they have ended
 State = dict[str, Any]
 
 
+def _is_item(value: Any) -> bool:
+    """Whether this can be shown and run: the file may be damaged."""
+    kinds = {"id": int, "title": str, "words": list}
+    return isinstance(value, dict) and all(isinstance(value.get(key), kind) for key, kind in kinds.items())
+
+
 class Queue:
     """``queue.json``: ``{"paused": false, "gpus": [], "items": [...]}`` in the order in which they start. An item has
     ``id``, ``words`` of the command line, ``cwd``, and ``started``, ``pid``, ``gpu``, ``ended``, ``code`` as they come.
@@ -46,7 +52,7 @@ class Queue:
     def read(self) -> State:
         value = read_json(self.file)
         items = value.get("items") if isinstance(value, dict) else None
-        items = [one for one in items if isinstance(one, dict)] if isinstance(items, list) else []
+        items = [one for one in items if _is_item(one)] if isinstance(items, list) else []
         value = value if isinstance(value, dict) else {}
         gpus = value.get("gpus")
         gpus = [str(gpu) for gpu in gpus] if isinstance(gpus, list) else []
