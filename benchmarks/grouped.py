@@ -105,7 +105,7 @@ def measure_in_fp8(name: str) -> dict[str, object]:
         return y
 
     def together() -> torch.Tensor:
-        return triton.multiply_rows_and_add(values, scales, stack, stack_scales, low, wide, ends)
+        return triton.multiply_rows_and_add(values, scales, stack, stack_scales, low, wide, ends, multiply_groups)
 
     times = {
         "product_ms": round(median_ms(alone), 3),

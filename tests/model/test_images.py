@@ -149,7 +149,8 @@ def test_the_loaded_model_is_checked(tmp_path: Path, family: str) -> None:
     engine, packs = engine_of(folder), find(family).packs is not False
     for packing in (True, False) if packs else (False,):
         found = check_engine(engine, tiny_plan(folder, packing=packing), tiny_run(folder))
-        leak = 1e-7 if find_experts(engine.model) else 0  # experts round by how many rows they get
+        # experts round by how many rows they get: by a few last digits
+        leak = 4 * torch.finfo(torch.float32).eps if find_experts(engine.model) else 0
         assert max(found.own, found.together) < 1e-5 and found.leak <= leak and found.seen > 1e-4
         assert found.num_tokens > 0 and f"an image of {found.num_tokens} tokens" in found.describe()
     expected = [

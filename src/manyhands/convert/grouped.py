@@ -100,8 +100,8 @@ def _multiply_in_fp8(
         stack_scales = stack_scales.new_ones(stack.shape[:2])
     if low is None:
         return multiply_groups(values, scales, stack, stack_scales, ends, dtype)
-    kernels = kernels_for(low, low.shape[1])
-    out: torch.Tensor = kernels.multiply_rows_and_add(values, scales, stack, stack_scales, low, wide, ends)
+    multiply_and_add = kernels_for(low, low.shape[1]).multiply_rows_and_add
+    out: torch.Tensor = multiply_and_add(values, scales, stack, stack_scales, low, wide, ends, multiply_groups)
     return out
 
 

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from manyhands.kernels.fp8 import ops as fp8
 from manyhands.kernels.grouped import group_gradients, multiply_groups
 
 ALPHA, LIMIT = 1.702, 7.0  # of gpt-oss's gate
@@ -110,10 +109,19 @@ def multiply_and_add(x: Tensor, weight: Tensor, low: Tensor, wide: Tensor, ends:
 
 
 def multiply_rows_and_add(
-    values: Tensor, scales: Tensor, stack: Tensor, stack_scales: Tensor, low: Tensor, wide: Tensor, ends: Tensor
+    values: Tensor,
+    scales: Tensor,
+    stack: Tensor,
+    stack_scales: Tensor,
+    low: Tensor,
+    wide: Tensor,
+    ends: Tensor,
+    multiply: Callable[..., Tensor],
 ) -> Tensor:
-    """The same in fp8 (n, o), in the dtype of low: values (n, i) and (g, o, i) with scales (n, 1) and (g, o)."""
-    y = fp8.multiply_groups(values, scales, stack, stack_scales, ends, low.dtype)
+    """The same in fp8 (n, o), in the dtype of low: values (n, i) and (g, o, i) with scales (n, 1) and (g, o), which
+    ``multiply`` takes as ``kernels.fp8.ops.multiply_groups`` does.
+    """
+    y = multiply(values, scales, stack, stack_scales, ends, low.dtype)
     add_low(y, low, wide, ends)
     return y
 

@@ -13,7 +13,7 @@ import torch
 
 from manyhands.kernels.backend import Backend, architecture_of, beyond_bound, triton_or
 from manyhands.kernels.experts import reference
-from manyhands.kernels.fp8.ops import quantize_rows
+from manyhands.kernels.fp8.ops import multiply_groups, quantize_rows
 
 MAX_RANK = 64  # of the kernels: above, the factors of a group fill a tile's registers
 BOUND = 0.02  # of a result's largest value: bfloat16 products added in another order
@@ -97,7 +97,7 @@ def _compare_rows(
     stack = torch.randn(4, 2 * width, width, device=device, generator=draw) / width**0.5
     operands = (*quantize_rows([x]), *quantize_rows([stack.flatten(0, 1)]))
     values, scales, stack, stack_scales = operands[0], operands[1], operands[2].view_as(stack), operands[3].view(4, -1)
-    arguments = (values, scales, stack, stack_scales, low, b.mT, ends)
+    arguments = (values, scales, stack, stack_scales, low, b.mT, ends, multiply_groups)
     yield kernels.multiply_rows_and_add(*arguments), reference.multiply_rows_and_add(*arguments)
 
 

@@ -7,6 +7,7 @@ nothing. Importing this needs Triton; ``select`` does so only on a GPU, and comp
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,6 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from manyhands.kernels.backend import architecture_of
-from manyhands.kernels.fp8.ops import multiply_groups
 from manyhands.kernels.fp8.triton_rows import new_rows, scale_of
 from manyhands.kernels.grouped import ALIGNMENT, compute_groups
 
@@ -772,10 +772,11 @@ def multiply_rows_and_add(
     low: torch.Tensor,
     wide: torch.Tensor,
     ends: torch.Tensor,
+    multiply: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
     if stack.shape[2] <= LONGEST_SUM and _is_hopper(values.device):
         return _multiply_in_one(values, stack, scales, stack_scales, low, wide, ends, FP8_PRODUCT, False)
-    y = multiply_groups(values, scales, stack, stack_scales, ends, low.dtype)
+    y = multiply(values, scales, stack, stack_scales, ends, low.dtype)
     add_low(y, low, wide, ends)
     return y
 
