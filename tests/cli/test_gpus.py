@@ -183,7 +183,7 @@ def test_gpus_that_cannot_be_used_are_shown_and_refused(run_file, monkeypatch):
 
 def test_without_a_terminal_nothing_is_asked():
     refused = call("setup-accelerate", "--ask")
-    assert refused.exit_code == EXIT_USAGE and "there is no terminal to ask on" in refused.stderr
+    assert refused.exit_code == EXIT_USAGE and "standard input is not a terminal" in refused.stderr
 
 
 def test_a_gpu_that_does_not_answer_is_shown_and_refused(run_file, monkeypatch):

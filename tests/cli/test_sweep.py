@@ -219,9 +219,7 @@ def test_ctrl_c_ends_the_sweep_and_says_so(monkeypatch, run_file):
     Path("rows.jsonl").write_text("{}\n")
     ended = call("sweep", run_file, "method.rank=8,16")
     assert ended.exit_code == EXIT_INTERRUPTED
-    assert ended.stderr == (
-        "SIGINT: the sweep and its runs have ended; the same command goes on with those that have not finished\n"
-    )
+    assert ended.stderr == ("SIGINT: stopped the sweep and its runs; run the same command again to continue them\n")
     assert queue.Queue(Path("runs/run-sweep")).read()["paused"]
 
 

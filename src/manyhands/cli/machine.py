@@ -461,7 +461,7 @@ def _ask() -> None:
     from manyhands.cli.process import run_module
 
     if not sys.stdin.isatty():  # its menu ends in a traceback
-        raise UserError("there is no terminal to ask on", where="--ask", fix="run it on a terminal, or leave --ask out")
+        raise UserError("standard input is not a terminal", where="--ask", fix="run it in a terminal, or omit --ask")
     if find_spec("accelerate") is None:
         raise UserError("accelerate is not installed", fix="pip install accelerate")
     if code := run_module("accelerate.commands.accelerate_cli", ["config"]):

@@ -132,7 +132,7 @@ def delete(
     path = Path(os.path.abspath(found.path))  # "." cannot be removed by that name
     if path.is_symlink():
         fix = f"manyhands runs delete {shlex.quote(str(path.resolve()))}"
-        raise UserError("this is a link to a run, not its folder", where=str(found.path), fix=fix)
+        raise UserError("this is a symbolic link to a run", where=str(found.path), fix=fix)
     lock = FolderLock(found)  # UserError where it is running
     try:
         size = count_bytes(found.path)
@@ -151,7 +151,7 @@ def _confirm(question: str) -> bool:
     except typer.Abort:
         if sys.stdin.isatty():  # Ctrl-C
             raise
-        raise UserError("there is no answer on standard input", where=question, fix="add --yes") from None
+        raise UserError("no answer on standard input", where=question, fix="add --yes") from None
 
 
 def find_runs(folder: Path) -> Iterator[Summary]:

@@ -288,7 +288,7 @@ def is_finished(folder: Path, trial: Trial) -> bool:
 
 def carry_out(trials: Sequence[Trial], train: Sequence[str], folder: Path, gpus: Sequence[str]) -> None:
     """Runs what has not finished. Ctrl-C and SIGTERM reach the runs, which save and end, and raise ``Stopped``."""
-    from manyhands.launch.local.watch import Stopped, raise_when_stopped
+    from manyhands.launch.local.watch import raise_when_stopped
     from manyhands.ui.queue import Queue, is_machine_free, is_open, run_queue
 
     queue = Queue(folder)
@@ -313,14 +313,11 @@ def carry_out(trials: Sequence[Trial], train: Sequence[str], folder: Path, gpus:
                 queue.append(state, words, trial.name)
     write_table(folder, rank(trials, folder))
     try:
-        with raise_when_stopped():
+        with raise_when_stopped("stopped the sweep and its runs", "run the same command again to continue them"):
             done = run_queue(queue, is_machine_free, on_change=report)
-    except UserError as error:
+    except UserError:
         queue.pause(True)  # else a page that is opened on the folder would go on
         stop_runs(queue.read()["items"])
-        if isinstance(error, Stopped):
-            error.what = f"{error.signal.name}: the sweep and its runs have ended"
-            error.fix = "the same command goes on with those that have not finished"
         raise
     if not done:
         raise UserError(

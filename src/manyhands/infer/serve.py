@@ -362,7 +362,7 @@ def read_settings(given: Mapping[str, Any], defaults: GenerationSettings) -> tup
             raise BadRequest("stop must be a text or a list of texts", "stop")
         values["stop"] = tuple(stop)
     if values["temperature"] == 0:  # greedy, as the protocol has it: clients send top_p along
-        GenerationSettings.from_json(values | {"temperature": 1.0})  # refuses what no temperature takes
+        GenerationSettings.from_json(values | {"temperature": 1.0})  # checks top_p and top_k, too
         values |= {"top_p": 1.0, "top_k": 0}
     return GenerationSettings.from_json(values), 0 if "seed" in given else secrets.randbits(62)
 

@@ -30,7 +30,7 @@ def find_update(backend: str) -> Update:
 def find_update_all(backend: str) -> UpdateAll:
     """The function that updates many parts."""
     if backend == "triton":
-        from manyhands.kernels.adamw.triton import UpdateTogether
+        from manyhands.kernels.adamw.triton import MultiTensorUpdate
 
-        return UpdateTogether()
+        return MultiTensorUpdate()
     return one_by_one(update_reference)

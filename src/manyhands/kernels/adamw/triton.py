@@ -26,8 +26,8 @@ from manyhands.kernels.adamw.reference import (
 BLOCK = 1024  # elements a program
 NUM_WARPS = 4  # 8 elements a thread: 16 bytes of bfloat16 at a time
 SMALL = 2**22  # elements: moving 28 bytes each takes some 30 us, half as long as a launch
-ALIGNMENT = 16  # bytes that one instruction reads, and elements where masks let it
-POINTED = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
+ALIGNMENT = 16  # of addresses in bytes, and of sizes in elements: loads and stores are vectorized
+TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
 @triton.jit
@@ -59,7 +59,7 @@ def _round_to_bfloat16(values, bits):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _update_block(  # type: ignore[no-untyped-def]
+def _update_kernel(  # type: ignore[no-untyped-def]
     weight_pointer,
     gradient_pointer,
     exp_avg_pointer,
@@ -81,6 +81,9 @@ def _update_block(  # type: ignore[no-untyped-def]
     STOCHASTIC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """``number``: which block of the part; None: the program's, where a launch has one part."""
+    if number is None:
+        number = tl.program_id(0)
     start = number.to(tl.int64) * BLOCK  # passes 2**31 in large embeddings
     at = start + tl.arange(0, BLOCK)
     inside = at < num_elements
@@ -105,35 +108,6 @@ def _update_block(  # type: ignore[no-untyped-def]
     tl.store(exp_avg_sq_pointer + at, exp_avg_sq.to(exp_avg_sq_pointer.dtype.element_ty), mask=inside)
     if COPIED:
         tl.store(copy_pointer + at, weight.to(copy_pointer.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _update_kernel(  # type: ignore[no-untyped-def]
-    weight_pointer,
-    gradient_pointer,
-    exp_avg_pointer,
-    exp_avg_sq_pointer,
-    copy_pointer,
-    row_pointer,
-    factor_pointer,
-    key_pointer,
-    num_elements,
-    beta1,
-    rest1,
-    beta2,
-    rest2,
-    eps,
-    decay,
-    COPIED: tl.constexpr,
-    SCALED: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    _update_block(
-        weight_pointer, gradient_pointer, exp_avg_pointer, exp_avg_sq_pointer, copy_pointer, row_pointer,
-        factor_pointer, key_pointer, tl.program_id(0), num_elements, beta1, rest1, beta2, rest2, eps, decay,
-        COPIED, SCALED, STOCHASTIC, BLOCK,
-    )  # fmt: skip
 
 
 @triton.jit
@@ -166,7 +140,7 @@ def _update_parts_kernel(  # type: ignore[no-untyped-def]
     """
     block = blocks_pointer + 2 * tl.program_id(0).to(tl.int64)
     entry = parts_pointer + 8 * tl.load(block).to(tl.int64)
-    _update_block(
+    _update_kernel(
         _load_pointer(entry, WEIGHT, ALIGNMENT),
         _load_pointer(entry + 1, GRADIENT, ALIGNMENT),
         _load_pointer(entry + 2, WEIGHT, ALIGNMENT),
@@ -192,6 +166,7 @@ def update_triton(part: AdamWTensors, rates: Rates, factor: torch.Tensor | None)
         part.row,
         part.row if factor is None else factor,
         part.row if part.key is None else part.key,
+        None,
         num_elements,
         rates.beta1,
         1 - rates.beta1,
@@ -213,7 +188,7 @@ def _addresses(part: AdamWTensors) -> list[int]:
     return [0 if tensor is None else tensor.data_ptr() for tensor in tensors] + [part.weight.numel()]
 
 
-class UpdateTogether:
+class MultiTensorUpdate:
     """``update_triton`` of many parts. Small ones of the same dtypes share a launch. Waits for nothing."""
 
     def __init__(self) -> None:
@@ -249,9 +224,9 @@ class UpdateTogether:
             1 - rates.beta2,
             rates.eps,
             rates.decay,
-            WEIGHT=POINTED[weight],
-            GRADIENT=POINTED[gradient],
-            COPY=POINTED[weight if copy is None else copy],
+            WEIGHT=TRITON_DTYPES[weight],
+            GRADIENT=TRITON_DTYPES[gradient],
+            COPY=TRITON_DTYPES[weight if copy is None else copy],
             ALIGNMENT=ALIGNMENT if aligned else 1,
             COPIED=copy is not None,
             SCALED=factor is not None,
@@ -292,7 +267,7 @@ def compare(device: torch.device, reference: Update) -> float:
         (torch.bfloat16, torch.bfloat16),
     ):
         wanted = _try(one_by_one(reference), device, dtype, gradient_dtype)
-        for update in (one_by_one(update_triton), UpdateTogether()):
+        for update in (one_by_one(update_triton), MultiTensorUpdate()):
             found = _try(update, device, dtype, gradient_dtype)
             worst = max(worst, *(_deviation(one, two) for one, two in zip(found, wanted, strict=True)))
     return worst

@@ -334,11 +334,10 @@ class StopRequested(BaseException):
 
 
 class Stopped(UserError):
-    """The run was stopped by ``signal`` while no rank was there: not an error, so it is not printed as one."""
+    """``signal`` stopped what no rank was there to end: not an error, so it is not printed as one."""
 
-    def __init__(self, request: StopRequested) -> None:
-        what = f"{request.signal.name}: stopped while data and plan were being prepared, no rank has started"
-        super().__init__(what, fix="the same command starts it again", exit_code=128 + request.signal)
+    def __init__(self, request: StopRequested, what: str, fix: str) -> None:
+        super().__init__(f"{request.signal.name}: {what}", fix=fix, exit_code=128 + request.signal)
         self.signal = request.signal
 
     def __str__(self) -> str:
@@ -365,13 +364,16 @@ def raise_on(*numbers: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def raise_when_stopped() -> Iterator[None]:
-    """Within, Ctrl-C and SIGTERM raise ``Stopped``."""
+def raise_when_stopped(
+    what: str = "stopped while data and plan were being prepared, no rank has started",
+    fix: str = "the same command starts it again",
+) -> Iterator[None]:
+    """Within, Ctrl-C and SIGTERM raise ``Stopped``, which says what was stopped and how to go on."""
     try:
         with raise_on(signal.SIGINT, signal.SIGTERM):
             yield
     except StopRequested as asked:
-        raise Stopped(asked) from None
+        raise Stopped(asked, what, fix) from None
 
 
 @contextlib.contextmanager
