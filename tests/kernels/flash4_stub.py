@@ -40,7 +40,7 @@ def interface(
             raise error
         assert causal and return_lse and cu_seqlens_q is cu_seqlens_k and cu_seqlens_q.dtype == torch.int32
         assert max_seqlen_q == max_seqlen_k >= cu_seqlens_q.diff().max() and window_size[1] in (0, None)
-        assert all(x.is_contiguous() for x in (q, k, v))
+        assert all(x.stride(-1) == 1 for x in (q, k, v))
         _, _, wide_v, weights, lse = _weigh(
             q, k, v, cu_seqlens_q, softmax_scale, None if window_ignored else window_size[0]
         )
@@ -64,7 +64,7 @@ def interface(
         max_seqlen_k=None,
         deterministic=False,
     ):
-        assert causal and lse.shape == (q.shape[1], q.shape[0]) and out.shape == dout.shape and dout.is_contiguous()
+        assert causal and lse.shape == (q.shape[1], q.shape[0]) and out.shape == dout.shape and lse.is_contiguous()
         # below autograd, as a kernel is: the gradients are written out
         wide_q, wide_k, wide_v, weights, _ = _weigh(q, k, v, cu_seqlens_q, softmax_scale, window_size_left)
         wide_dout = dout.to(wide_q.dtype)

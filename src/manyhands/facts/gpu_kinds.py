@@ -22,6 +22,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.files import read_json, write_json
 from manyhands.core.limits import GIB
 from manyhands.facts.types import Calibration, GpuFacts, GpuKind, HostFacts
+from manyhands.families import installed_version
 
 MIB = 2**20
 MAX_GPUS = 4096  # of a plan: more is a slip of the finger
@@ -172,6 +173,7 @@ def describe_host(asked: AskedGpus) -> HostFacts:
         num_nodes=asked.num_nodes,
         is_here=False,
         kind=kind,
+        has_flash4=bool(installed_version("flash-attn-4")),
     )
 
 

@@ -20,6 +20,7 @@ from manyhands.facts.amd import AmdSearch, find_amd_gpus, find_amd_nodes
 from manyhands.facts.gpu_kinds import kind_of_all, read_calibration
 from manyhands.facts.types import GpuFacts, HostFacts, UnusableGpus
 from manyhands.facts.visible import AMD_VARIABLES, hides_all, open_nvml, select_visible
+from manyhands.families import installed_version
 
 NVIDIA_VARIABLES = ("CUDA_VISIBLE_DEVICES",)
 # GPUs that share the host's memory, DGX Spark's and Jetson's: NVML does not say how much they have.
@@ -55,6 +56,7 @@ def read_host_facts(environ: Mapping[str, str] = os.environ, root: Path = Path("
         kind=kind_of_all(gpus) if gpus else None,
         calibration=read_calibration(gpus),
         unusable_gpus=unusable,
+        has_flash4=bool(installed_version("flash-attn-4")),
         lost_gpus=nvidia.lost if gpus else (),
     )
 

@@ -311,6 +311,7 @@ class HostFacts(Fact):
     kind: GpuKind | None = None  # of all GPUs, where it is a known one
     calibration: Calibration | None = None  # of these GPUs, where they were measured
     unusable_gpus: UnusableGpus | None = None  # set only if ``gpus`` is empty although the user did not ask for it
+    has_flash4: bool = False  # the package flash-attn-4 is installed, for a described machine too in this Python
     lost_gpus: tuple[str, ...] = ()  # beside ``gpus``: those that are listed and do not answer, with the driver's words
 
 

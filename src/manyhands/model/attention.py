@@ -148,8 +148,9 @@ def choose_attention_kernels(
 
     ``num_ranks`` divide the heads. ``one_length``: all rows of the run have one, so that a kernel for such rows is
     worth its test. FlashAttention 4 comes first there too (H200, forward and backward, 4 x 4,096 tokens with 64
-    dimensions 2.13 ms, 2 x 4,096 with 128 1.91; cuDNN 2.55 and 2.01), then cuDNN, then FlashAttention 2. But not where
-    ``num_tokens``, of a micro-batch, are so many that ``attend_dense`` may compute heads in parts, as the plan counts.
+    dimensions 2.13 ms, 2 x 4,096 with 128 1.91; cuDNN 2.55 and 2.01), then cuDNN, then FlashAttention 2. Where
+    ``num_tokens``, of a micro-batch, are so many that ``attend_dense`` may compute heads in parts, as the plan counts,
+    it computes them for FlashAttention 4 too (131,072 tokens 0.776 s, cuDNN 0.912).
     """
     global _kernels
     text = config.get_text_config()
@@ -159,8 +160,10 @@ def choose_attention_kernels(
     heads, groups = heads // num_ranks, groups // num_ranks
     packs = choose_packed(device, dtype, heads, groups, dim, getattr(text, "sliding_window", None))
     in_parts = count_head_parts(num_tokens, heads, groups, dim, dtype.itemsize) > 1
-    tries_rows = one_length and (in_parts or packs.name != "flash4")
-    rows = choose_dense(device, dtype, heads, groups, dim) if tries_rows else Backend("")
+    if packs.name == "flash4":
+        rows = Backend("flash4" if one_length and in_parts else "")
+    else:
+        rows = choose_dense(device, dtype, heads, groups, dim) if one_length else Backend("")
     _kernels = AttentionKernels(rows, packs, heads, groups, dim, dtype)
     return _kernels
 

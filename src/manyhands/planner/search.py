@@ -49,7 +49,7 @@ from manyhands.planner.parts import explain_images, price_images, rate_parts
 from manyhands.planner.prompts import choose_prompts
 from manyhands.planner.reference import Reference, choose_reference
 from manyhands.planner.steps import Steps, count_steps
-from manyhands.planner.time.clock import estimate_time, explain_links, make_clock
+from manyhands.planner.time.clock import estimate_time, explain_flash4, explain_links, make_clock
 from manyhands.planner.types import (
     Candidate,
     Cause,
@@ -433,7 +433,9 @@ def _why_layout(config: RunConfig, facts: Facts, result: SearchResult, total_mem
     if layout.expert_degree > 1:
         groups = layout.world_size // layout.expert_degree
         why.append(reason("expert_degree", degree=layout.expert_degree, groups=groups, load=LARGEST_LOAD))
-    why += explain_links(facts, limits.clock, result.base, result.candidates) if limits.clock is not None else []
+    if limits.clock is not None:
+        why += explain_flash4(limits.clock, result.estimate_input)
+        why += explain_links(facts, limits.clock, result.base, result.candidates)
     if layout.num_shards > 1 and layout.accumulates and not layout.zero_stage:
         why.append(reason("reduction", every=layout.reduce_every, bytes=memory.terms["unreduced"]))
     moved = {"none": [], "optimizer": ["optimizer"], "all": ["weights", "gradients", "optimizer"]}[parallel.offload]

@@ -431,6 +431,8 @@ SENTENCES: dict[Code, Template] = {
     ),
     "cuda_graphs": "each block, {asked:?as configured|as launching kernels one by one takes longer than running them}"
     "{one_length:?|; packs are padded to {tokens:,} tokens}",
+    "flash4": "FlashAttention 4 is not installed; with it a step is some {saved:.0%} shorter "
+    "(pip install 'manyhands[flash4]')",
     "expert_degree": "divided over {degree} ranks, to which tokens are sent, in {groups:n group}"
     "{asked:?, as configured}; estimated for a rank with {load} times its share of the tokens"
     "{undivided:?; undivided {undivided}}{tight:?; on fewer ranks too little memory would be left}"
@@ -628,6 +630,7 @@ TOPICS: dict[Code, str] = {
     "stacks": "target modules",
     "expert_degree": "experts",
     "cuda_graphs": "CUDA graphs",
+    "flash4": "note",
     "targets": "target modules",
     "unread": "not read",
     "warmup": "warm-up",

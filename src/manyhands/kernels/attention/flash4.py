@@ -70,6 +70,49 @@ def attend_flash4(
     return flash4_forward(query, key, value, cu_seq_lens, max_length, scale, window)[0]
 
 
+def rows_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of one length as documents of a pack, below autograd: query (b, h, l, d), key and value (b, g, l, d) ->
+    output, and the logarithms of the softmax's denominators (b, h, l).
+    """
+    num_rows = len(query)
+    out, lse = _bound().forward(*(_as_pack(x) for x in (query, key, value)), *_as_documents(query, scale))
+    return _as_rows(out, num_rows), lse.unflatten(1, (num_rows, -1)).transpose(0, 1)
+
+
+def rows_backward(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    sums: torch.Tensor,
+    scale: float | None,
+) -> tuple[torch.Tensor, ...]:
+    """Gradients of what ``rows_forward`` takes; ``sums`` are its logarithms."""
+    tensors = [_as_pack(x) for x in (gradient, query, key, value, out)]
+    lse = sums.transpose(0, 1).flatten(1).contiguous()
+    gradients = _bound().backward(*tensors, lse, *_as_documents(query, scale))
+    return tuple(_as_rows(x, len(query)) for x in gradients)
+
+
+def _as_pack(x: torch.Tensor) -> torch.Tensor:
+    """(b, heads, l, d) -> (b l, heads, d), without a copy where it is in memory (b, l, heads, d)"""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def _as_rows(x: torch.Tensor, num_rows: int) -> torch.Tensor:
+    return x.unflatten(0, (num_rows, -1)).transpose(1, 2)
+
+
+def _as_documents(query: torch.Tensor, scale: float | None) -> tuple[torch.Tensor, int, float, int]:
+    """cu_seq_lens, max_length, scale and window of rows."""
+    num_rows, _, length, dim = query.shape
+    bounds = torch.arange(0, num_rows * length + 1, length, device=query.device, dtype=torch.int32)
+    return bounds, length, dim**-0.5 if scale is None else scale, -1
+
+
 # -- which kernel
 
 

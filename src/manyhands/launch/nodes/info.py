@@ -198,6 +198,7 @@ def join_hosts(hosts: Sequence[HostFacts]) -> HostFacts:
         memory_bytes=min(host.memory_bytes for host in hosts),
         free_memory_bytes=min(host.free_memory_bytes for host in hosts),
         kind=hosts[0].kind if len(kinds) == 1 else None,
+        has_flash4=all(host.has_flash4 for host in hosts),
         unusable_gpus=unusable.unusable_gpus if unusable is not None else None,
         lost_gpus=tuple(f"{host.name}: {lost}" for host in hosts for lost in host.lost_gpus),
     )

@@ -36,6 +36,7 @@ from manyhands.planner.types import Candidate, DiskEstimate, Reason, TimeEstimat
 MAX_STEPS, MAX_SAMPLES = 64, 2_048  # laid out for each size of micro-batches; six steps missed the mean by a tenth
 MAX_SIZES = 8  # of micro-batches, whose seconds are added up for each layout
 DISK_BYTES_S = 1e9  # assumed, of one machine's disk: one process after the other writes and reads at this rate
+FLASH4_WORTH = 0.03  # of a step: less is not worth a line of the plan
 COMPILE_S = 40.0  # assumed: imports, compilation of blocks and the checks before the first step
 
 
@@ -49,6 +50,8 @@ class Clock:
     fitted: Fitted
     attention: Literal["varlen", "sdpa", "blockwise"]
     num_local: int
+    takes_flash4: bool  # FlashAttention 4 computes attention where it is installed; its self-test may still refuse
+    has_flash4: bool
     batch: dict[str, Any]  # batch_samples, batch_loss_tokens, batch_packs, pack_tokens
     evaluates_at_start: bool = True
     _works: dict[tuple[Any, ...], MeanStep] = field(default_factory=dict)
@@ -65,6 +68,7 @@ class Clock:
             fitted=self.fitted,
             attention=self.attention,
             num_local=self.num_local,
+            has_flash4=self.has_flash4,
             collate_tokens_s=collate_rate(self.data) * max(1, asked.layout.data_workers),
         )
 
@@ -122,6 +126,8 @@ def make_clock(config: RunConfig, facts: Facts, made: Decisions, num_local: int,
     rates = rates_of(kind, facts.host.calibration, fitted) if made.device == "cuda" else cpu_rates(cores)
     if facts.node_link is not None:  # of a node: its ranks share it
         rates = replace(rates, node_link=1e9 * facts.node_link.value / num_local)
+    takes = made.device == "cuda" and made.attention == "varlen" and made.compute != "float32"
+    takes = takes and all(gpu.architecture.has_flash4 for gpu in made.gpus)
     return Clock(
         data=facts.data,
         kind=kind,
@@ -129,9 +135,20 @@ def make_clock(config: RunConfig, facts: Facts, made: Decisions, num_local: int,
         fitted=fitted,
         attention=made.attention,
         num_local=num_local,
+        takes_flash4=takes,
+        has_flash4=takes and facts.host.has_flash4,
         batch=batch,
         evaluates_at_start=config.evaluate.at_start,
     )
+
+
+def explain_flash4(clock: Clock, asked: EstimateInput) -> list[Reason]:
+    """What installing FlashAttention 4 would save of a step, where it is worth mentioning."""
+    if clock.has_flash4 or clock.kind is None or not clock.takes_flash4:
+        return []
+    step_s, faster_s = (sum(c.terms(asked).values()) for c in (clock, replace(clock, has_flash4=True)))
+    saved = 1 - faster_s / step_s
+    return [reason("flash4", saved=saved)] if saved >= FLASH4_WORTH else []
 
 
 def explain_links(facts: Facts, clock: Clock, base: EstimateInput, candidates: Sequence[Candidate]) -> list[Reason]:

@@ -21,5 +21,5 @@ class TimeInput:
     fitted: Fitted
     attention: Literal["varlen", "sdpa", "blockwise"]
     num_local: int  # ranks of one machine
-    has_flash4: bool = False  # FlashAttention 4 is installed, which is as fast for packs as for samples of one length
+    has_flash4: bool = False  # FlashAttention 4 computes attention, packs as fast as samples of one length
     collate_tokens_s: float = math.inf  # tokens/s that the rank's thread or processes collate

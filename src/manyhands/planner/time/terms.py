@@ -39,6 +39,9 @@ FP8_GROUPED = 1.31  # times the rate of tiles in fp8: four products of 512 rows 
 MIXER_TIMES = 3.5
 # Tokens of a sample, and by what factor the forward kernel is slower than at its rate on short ones: cuDNN on an H200
 LONG_FORWARD = (32_768, 131_072, 524_288, 1_048_576), (1.0, 1.14, 1.28, 1.47)
+# The same of FlashAttention 4, forward and backward, which is faster (H200, 32 heads of 128 dimensions)
+FLASH4_TOKENS = (4_096, 131_072, 524_288, 1_048_576)
+FLASH4_FORWARD, FLASH4_BACKWARD = (0.95, 0.88, 0.93, 0.94), (0.95, 0.85, 0.87, 0.86)
 HEAD_WIDTH = 64  # dimensions that attention kernels compute together
 LOGIT_PASSES = 4.0  # times that the fused loss reads or writes a logit
 PLAIN_LOGIT_PASSES = 12.0  # the same of transformers' own, with float32 copies
@@ -203,15 +206,18 @@ def block_attention(s: TimeInput, pairs: float, tokens: float, *, backward: bool
 
     Kernels for samples of one length are less efficient on short ones: by ``1 + ramp / n`` on n tokens, which is
     ``ramp / 2`` pairs more for each token; forward on very long ones too, by ``LONG_FORWARD``. They pad heads to
-    multiples of 64 dimensions. None of this holds on a CPU.
+    multiples of 64 dimensions. FlashAttention 4 takes a part of cuDNN's time (``FLASH4_TOKENS``). None of this holds on
+    a CPU.
     """
     model, rates = s.estimate.model, s.rates
     on_gpu = s.estimate.layout.device == "cuda"
     documents = s.estimate.mixed_lengths and not s.has_flash4
     rate = rates.document_attention if documents else rates.attention
-    slower = 1.0
-    if on_gpu and not documents and not backward:
-        slower = float(np.interp(2 * pairs / max(1.0, tokens), *LONG_FORWARD))
+    slower, length = 1.0, 2 * pairs / max(1.0, tokens)
+    if s.has_flash4:
+        slower = float(np.interp(length, FLASH4_TOKENS, FLASH4_BACKWARD if backward else FLASH4_FORWARD))
+    elif on_gpu and not documents and not backward:
+        slower = float(np.interp(length, *LONG_FORWARD))
     pairs += s.fitted.attention_ramp / 2 * tokens if on_gpu and not documents else 0.0
     tile = HEAD_WIDTH if on_gpu else 1
     width = math.ceil(model.head_dim / tile) * tile + s.fitted.softmax_width
