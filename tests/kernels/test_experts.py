@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from manyhands.core.limits import MAX_EXPERT_RANK
 from manyhands.core.machine import GpuArchitecture
 from manyhands.kernels.backend import Backend
 from manyhands.kernels.experts import ops, reference, select
@@ -103,7 +104,7 @@ def test_the_cpu_other_dtypes_and_high_ranks_take_the_definition(monkeypatch: py
         assert select.kernels_for(x, 16) is reference
     on_gpu: Any = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
     assert select.kernels_for(on_gpu, 16) is select._kernels
-    assert select.kernels_for(on_gpu, 2 * select.MAX_RANK) is reference
+    assert select.kernels_for(on_gpu, 2 * MAX_EXPERT_RANK) is reference
     select.use(Backend("plain torch", "asked"))
     assert select.kernels_for(on_gpu, 16) is reference
 

@@ -286,6 +286,13 @@ class Experts(BaseConverter):
         num_experts = {experts.num_experts for experts in find_experts(model).values()}
         backend = select.choose_backend(self.context.device)
         select.use(backend)
+        if self.context.plan.layout.cuda_graphs and backend.name != "triton":
+            raise UserError(
+                "blocks with experts cannot be launched as CUDA graphs",
+                where="parallel.cuda_graphs",
+                why=f"experts are computed in plain torch, which waits for the GPU: {backend.reason}",
+                fix="remove parallel.cuda_graphs, or set it to auto",
+            )
         stacks = f"{len(names)} stacks of {'/'.join(map(str, sorted(num_experts)))}"
         self.lines.append(f"experts: {stacks}, {select.describe(backend)}")
 

@@ -39,6 +39,8 @@ def count_head_parts(length: int, num_heads: int, num_groups: int, dim: int, val
     return next(fitting, num_groups)
 
 
+MAX_EXPERT_RANK = 64  # of the kernels around experts: above, the factors of a group fill a tile's registers
+
 # Activations in host memory.
 MAX_LEAVING_BYTES = 2**28  # being copied out during the forward pass
 MAX_AHEAD_BYTES = 2**28  # fetched before the backward pass asks for them: 5 ms of copying, a block takes longer

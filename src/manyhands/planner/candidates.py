@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from manyhands.config.schema import RunConfig
 from manyhands.core.errors import UserError
-from manyhands.core.limits import MLP_TILE_TOKENS
+from manyhands.core.limits import MAX_EXPERT_RANK, MLP_TILE_TOKENS
 from manyhands.facts.types import Facts
 from manyhands.planner.batch import BatchSplit, ceil_div
 from manyhands.planner.choices import Decisions
@@ -313,6 +313,7 @@ def refuse_graphs(config: RunConfig, s: EstimateInput, *, fits: bool = True) -> 
     not gathered. Gradients that the next micro-batch would overwrite are copied out of a graph's memory.
     """
     layout = s.layout
+    waits = s.model.has_groups and (layout.compute_dtype != "bfloat16" or s.adapter_rank > MAX_EXPERT_RANK)
     obstacles = {
         "there is no GPU": layout.device != "cuda",
         "blocks are not compiled": not layout.compile,
@@ -322,6 +323,7 @@ def refuse_graphs(config: RunConfig, s: EstimateInput, *, fits: bool = True) -> 
         "context parallelism communicates inside blocks": layout.mesh.context > 1,
         "adapters have dropout": s.adapter_dropout,
         "images pass through the model": s.images is not None,
+        f"experts compute in {layout.compute_dtype}, or have adapters of a rank above {MAX_EXPERT_RANK}": waits,
         "experts are trained in full": s.model.has_groups and layout.trains_everything,
         "ranks exchange tokens inside blocks": layout.expert_degree > 1,
         "the model has recurrent layers (linear attention, state space or convolution)": s.model.num_mixer_layers > 0,

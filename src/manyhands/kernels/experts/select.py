@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from manyhands.core.limits import MAX_EXPERT_RANK
 from manyhands.kernels.backend import Backend, architecture_of, beyond_bound, triton_or
 from manyhands.kernels.experts import reference
 from manyhands.kernels.fp8.ops import multiply_groups, quantize_rows
 
-MAX_RANK = 64  # of the kernels: above, the factors of a group fill a tile's registers
 BOUND = 0.02  # of a result's largest value: bfloat16 products added in another order
 ROUNDED = 2**-4 + BOUND  # of rows in fp8, as they are compared with rows that are not
 
@@ -26,7 +26,7 @@ _kernels: ModuleType | None = None
 
 def kernels_for(x: torch.Tensor, rank: int) -> ModuleType:
     """The module that computes with ``x`` and factors of ``rank``."""
-    fits = _kernels is not None and x.is_cuda and x.dtype == torch.bfloat16 and rank <= MAX_RANK
+    fits = _kernels is not None and x.is_cuda and x.dtype == torch.bfloat16 and rank <= MAX_EXPERT_RANK
     return _kernels if fits and _kernels is not None else reference
 
 
