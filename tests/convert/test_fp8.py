@@ -4,12 +4,15 @@ does.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,6 +23,7 @@ from manyhands.convert.fp8 import (
     _compare_layer,
     check_fp8,
     fp8_layers,
+    keep_transposed,
     quantize_frozen,
     round_to_fp8,
     set_matmuls,
@@ -33,12 +37,17 @@ from manyhands.core.world import World
 from manyhands.engine.activations import checkpoint_blocks
 from manyhands.engine.apply import compile_blocks
 from manyhands.engine.native import NativeEngine
+from manyhands.export.reference import Reference
+from manyhands.export.verify import verify
 from manyhands.families import known_modules
 from manyhands.kernels.fp8.ops import multiply_groups
 from manyhands.model.loss import LossModel
 from manyhands.model.structure import find_blocks
+from manyhands.worker import export_stages as finish
 from tests.kernels.models import adapted, fp8_model, step, tiny, token_ids
+from tests.keys.lab import Ran, open_lab
 from tests.support.experts import expert_model
+from tests.support.plans import change_plan
 from tests.support.ranks import Ranks
 
 FAMILIES = ("llama", "qwen2", "gemma3")
@@ -337,6 +346,73 @@ def test_fused_experts_multiply_the_values_that_stacks_multiply(targets: Any, mo
     assert gap(found, gradients) < 0.05  # gradients of results are rounded before they are weighted, or after
 
 
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("targets", ["all-linear", ("q_proj",)])
+def test_values_kept_transposed_change_no_bit(targets: Any, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of losses and adapters; nothing is transposed any more, and the model has no other tensor to save."""
+    if not fused:
+        monkeypatch.setattr("manyhands.convert.experts.can_fuse", lambda experts: False)
+    plain, model = mixture(target_modules=targets), mixture(target_modules=targets)
+    stacks = [layer for layer in fp8_layers(model).values() if isinstance(layer, Grouped)]
+    assert keep_transposed(model) == sum(stack.weight_values.numel() for stack in stacks) > 0
+    for stack in stacks:
+        assert torch.equal(stack.transposed_values.float().mT.flatten(0, 1), stack.weight_values.float())
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    assert [name for name, _ in model.named_buffers()] == [name for name, _ in plain.named_buffers()]
+    losses = train(plain, 3)
+    monkeypatch.setattr("manyhands.convert.grouped.transpose_stack", None)
+    assert train(model, 3) == losses and losses[2] < losses[0]
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True) if a.requires_grad
+    )
+
+
+def train(model: nn.Module, num_steps: int) -> list[float]:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    ids, losses = token_ids(2, 24), []
+    for _ in range(num_steps):
+        loss = nn.functional.cross_entropy(model(input_ids=ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_run_that_keeps_transposed_values_saves_what_others_save(tmp_path: Path) -> None:
+    """The plan's layout reaches the engine; losses and files are the same, and the adapter is verified."""
+    expert_model("qwen3_moe").save_pretrained(tmp_path / "mixture")
+    with open_lab(tmp_path) as lab:
+        for path in (lab.folder / "model").glob("*token*"):
+            shutil.copy(path, tmp_path / "mixture")
+        keys = {"model.name": str(tmp_path / "mixture"), "kernels.linear": "fp8", "model.frozen_dtype": "fp8"}
+        ran: dict[bool, Ran] = {}
+        for keeps in (False, True):
+            rank = lab.start(keys)
+            rank.plan = change_plan(rank.plan, keeps_transposed=keeps)
+            rank.build()
+            stacks = [layer for layer in fp8_layers(rank.model).values() if isinstance(layer, Grouped)]
+            assert {stack.transposed_values is not None for stack in stacks} == {keeps}
+            lab.check(rank)
+            ran[keeps] = lab.train(rank)
+            finish.export(rank.rank, rank.data, rank.built, rank.state)
+        plain, kept = ran[False], ran[True]
+        assert kept.losses == plain.losses
+        assert list_tensors(kept.folder) == list_tensors(plain.folder)
+        for name, tensor in plain.adapter().items():
+            assert torch.equal(kept.adapter()[name], tensor)
+        reference = Reference.read(kept.folder / "verify" / "adapter.json")
+        assert verify(kept.folder / "adapter", reference, base=tmp_path / "mixture").findings == []
+
+
+def list_tensors(folder: Path) -> dict[str, Any]:
+    """Names and shapes in all files of weights of a run."""
+    return {
+        str(path.relative_to(folder)): {name: tensor.shape for name, tensor in load_file(path).items()}
+        for path in sorted(folder.rglob("*.safetensors"))
+    }
+
+
 def test_the_gate_compares_products_of_experts() -> None:
     model = mixture()
     found = gate(model)
@@ -364,8 +440,12 @@ def test_experts_whose_sides_do_not_fit_stay_in_the_compute_dtype() -> None:
 
 
 @pytest.mark.ci
-def test_a_compiled_block_of_experts_in_fp8_has_one_graph() -> None:
-    model, eager = mixture(), mixture()
+@pytest.mark.parametrize("targets", ["all-linear", ("q_proj",)])
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_compiled_block_of_experts_in_fp8_has_one_graph(keeps: bool, targets: Any) -> None:
+    model, eager = mixture(target_modules=targets), mixture(target_modules=targets)
+    if keeps:
+        keep_transposed(model)
     expected = [step(eager, token_ids(1, 24, seed=seed)) for seed in range(3)]
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

@@ -72,6 +72,21 @@ def mixture() -> ModelFacts:
     return dense.model_copy(update={"model_type": "qwen3_moe", "block_linear_shapes": attention | STACKS})
 
 
+def qwen_30b_a3b() -> ModelFacts:
+    """48 blocks of 128 experts, of which a token passes through 8."""
+    dense = model_facts(
+        hidden=2048, inner=6144, layers=48, heads=32, kv_heads=4, vocab=151936, tied=False, head_dim=128
+    )
+    linears = {name: shape for name, shape in dense.block_linear_shapes.items() if "mlp" not in name}
+    linears |= {
+        "mlp.experts.gate_up_proj": LinearShape(128 * 1536, 2048, groups=128, active=8),
+        "mlp.experts.down_proj": LinearShape(128 * 2048, 768, groups=128, active=8),
+    }
+    counts = {"num_parameters": 30_532_122_624, "num_block_parameters": 623_120_640}
+    norms = {"block_norm_elements": 8704, "head_norm_elements": 4608}
+    return dense.model_copy(update=counts | norms | {"model_type": "qwen3_moe", "block_linear_shapes": linears})
+
+
 def tower_facts(
     hidden: int = 8, inner: int = 32, layers: int = 3, patches: int = 4, tokens: float = 2.0, projector: int = 100
 ) -> TowerFacts:

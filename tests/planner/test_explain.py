@@ -28,6 +28,7 @@ from tests.planner.examples import (
     mixture,
     model_facts,
     on_nodes,
+    qwen_30b_a3b,
     run_config,
     tower_facts,
 )
@@ -127,6 +128,7 @@ def plans() -> tuple[Plan, ...]:
         plan(run_config(method__rank=4, method__target_modules=["w1", "w2", "w3"]), facts(mixture())),
         plan(run_config(method__rank=4, parallel__expert_degree=2), facts(mixture(), gpus=2)),
         plan(run_config(batch__samples=16), facts(SMALL, gpus=1)),
+        plan(run_config(kernels__linear="fp8", model__frozen_dtype="fp8"), facts(qwen_30b_a3b(), gpus=1)),
         plan(run_config(), one.model_copy(update={"host": describe_host(parse_gpus("2x4xMI300X"))})),
         plan(run_config(), on_nodes(facts(gpus=8), 4, 4)),
         plan(run_config(schedule__warmup_steps=100_000, task="preference"), one),

@@ -256,6 +256,7 @@ def test_a_plan_after_one_that_ran_out_stays_smaller_until_there_is_more_memory(
         ({"reshard_after_forward": True}, "weights freed after the forward pass"),
         ({"offload": "optimizer"}, "optimizer states in host memory"),
         ({"lighter_layers": 2}, "lighter in the last 2 layers"),
+        ({"keeps_transposed": True}, "frozen experts kept transposed too"),
     ],
 )
 def test_a_smaller_plan_names_what_differs(changes: dict, words: str):

@@ -319,6 +319,7 @@ def summarise(
             "mlp_tile_tokens",
             "compile",
             "cuda_graphs",
+            "keeps_transposed",
             "micro_tokens",
             "pack_tokens",
         ),

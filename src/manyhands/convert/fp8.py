@@ -35,7 +35,7 @@ from manyhands.kernels.fp8.linear import (
     quantize_weights,
     stored_linear,
 )
-from manyhands.kernels.fp8.ops import has_features, quantize_stacked
+from manyhands.kernels.fp8.ops import has_features, quantize_stacked, transpose_stack
 from manyhands.kernels.fp8.reference import ALIGNMENT
 from manyhands.kernels.fp8.select import describe, describe_groups, has_scaled_mm, why_no_group_mm
 from manyhands.kernels.lora import Layer
@@ -235,6 +235,20 @@ def _stack(layers: Sequence[StoredFp8Linear]) -> QuantizedWeights:
     return QuantizedWeights(values, scales, None)
 
 
+@torch.no_grad()
+def keep_transposed(model: nn.Module) -> int:
+    """Keep the values of stacks that multiply in fp8 transposed, too, for the way back; the bytes that this takes.
+
+    Plain tensors that no file and no other rank sees. The model's weights must be loaded.
+    """
+    num_bytes = 0
+    for stack in fp8_layers(model).values():
+        if isinstance(stack, Grouped) and isinstance(stack, StoredFp8Linear):
+            stack.transposed_values = transpose_stack(stack.weight_values.detach().unflatten(0, (stack.num_groups, -1)))
+            num_bytes += stack.transposed_values.nbytes
+    return num_bytes
+
+
 def _is_still(weight: torch.Tensor) -> bool:
     return not weight.requires_grad and is_full(weight)
 
@@ -426,6 +440,8 @@ class Fp8Blocks(BaseConverter):
     def after_load(self, model: nn.Module) -> None:
         if num_bytes := quantize_frozen(model):
             self.lines.append(f"linear: frozen weights quantized once, {num_bytes / 2**30:.1f} GiB beside them")
+        if self.context.plan.layout.keeps_transposed and (num_bytes := keep_transposed(model)):
+            self.lines.append(f"linear: stacks of experts kept transposed too, {num_bytes / 2**30:.1f} GiB")
 
     def before_first_step(self, model: nn.Module, trained: TrainedModel, batch: Mapping[str, Any]) -> Finding:
         is_random = self.context.config.model.init == "random" and not self.context.resumes

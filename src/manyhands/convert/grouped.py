@@ -34,6 +34,7 @@ class Grouped:
     stored_transposed: bool  # model.weights.StackedLayer
     weight: Any
     has_fp8_products = False  # set for weights that are kept in fp8 where the device has them (convert/fp8.py)
+    transposed_values: torch.Tensor | None = None  # of these, (g, i, o), where they are kept too; in no file
     observe: Callable[[torch.Tensor, torch.Tensor], None] | None = None  # gets x and ends of each product, if set
     training: bool
     uses_fp8: bool
@@ -49,6 +50,7 @@ class Grouped:
             self.observe(x, ends)
         if isinstance(self, QuantizedLayer):
             pieces = [getattr(self, piece) for piece in self.weight_pieces]
+            pieces += [self.transposed_values] * self.in_fp8
             shape = (len(ends), self.out_features // self.num_groups, self.in_features)
             return _QuantizedMatmul.apply(x, ends, IN_FP8 if self.in_fp8 else self.storage, shape, *pieces)
         return grouped_matmul(x, self.weight.to(x.dtype).unflatten(0, (len(ends), -1)), ends)
@@ -89,6 +91,7 @@ def _multiply_in_fp8(
     ends: torch.Tensor,
     stack: torch.Tensor,
     stack_scales: torch.Tensor,
+    kept: torch.Tensor | None,
     transposed: bool,
     dtype: torch.dtype,
     low: torch.Tensor | None,
@@ -96,7 +99,7 @@ def _multiply_in_fp8(
 ) -> torch.Tensor:
     stack, stack_scales = stack.unflatten(0, (len(ends), -1)), stack_scales.view(len(ends), -1)
     if transposed:
-        stack = transpose_stack(stack)
+        stack = transpose_stack(stack) if kept is None else kept
         stack_scales = stack_scales.new_ones(stack.shape[:2])
     if low is None:
         return multiply_groups(values, scales, stack, stack_scales, ends, dtype)
@@ -105,13 +108,14 @@ def _multiply_in_fp8(
     return out
 
 
-# Opaque to torch.compile for the same reason: the transposed values of a stack live as long as a product.
+# Opaque to torch.compile for the same reason: where the transposed values of a stack are not ``kept``, they live as
+# long as a product.
 multiply_in_fp8 = operator(
     "multiply_in_fp8",
-    "(Tensor values, Tensor scales, Tensor ends, Tensor stack, Tensor stack_scales, bool transposed, ScalarType dtype, "
-    "Tensor? low, Tensor? wide) -> Tensor",
+    "(Tensor values, Tensor scales, Tensor ends, Tensor stack, Tensor stack_scales, Tensor? kept, bool transposed, "
+    "ScalarType dtype, Tensor? low, Tensor? wide) -> Tensor",
     _multiply_in_fp8,
-    lambda values, scales, ends, stack, stack_scales, transposed, dtype, *_: values.new_empty(
+    lambda values, scales, ends, stack, stack_scales, kept, transposed, dtype, *_: values.new_empty(
         values.shape[0], stack.shape[1] if transposed else stack.shape[0] // ends.shape[0], dtype=dtype
     ),
 )
@@ -141,7 +145,8 @@ def multiply_stack(
     ``in_fp8``: of fp8 values of x, or of those given in its place and the ``dtype`` of the result; for the way back
     their rows were multiplied by ``factors_of`` the stack before.
     """
-    pieces = [computed_part(getattr(stack, piece)) for piece in stack.weight_pieces]
+    pieces: list[Any] = [computed_part(getattr(stack, piece)) for piece in stack.weight_pieces]
+    pieces += [stack.transposed_values] * in_fp8
     shape = [len(ends), stack.out_features // stack.num_groups, stack.in_features]
     return _multiply_pieces(x, ends, IN_FP8 if in_fp8 else stack.storage, shape, pieces, transposed, dtype, low, wide)
 

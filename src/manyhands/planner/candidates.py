@@ -4,7 +4,8 @@ were not. Pure.
 The fastest by the estimated seconds of a step is chosen (``time/clock.py``); of those as fast within 0.5 % the one that
 needs the least memory, if that spares a twentieth. Each first uses the memory that is left: unsharded gradients wait
 for the last micro-batch (``defer_reduction``), and as many of the last layers as fit have lighter activation
-checkpointing (``relax_checkpointing``).
+checkpointing (``relax_checkpointing``). What the chosen one leaves then goes to transposed values of frozen experts
+(``keep_transposed``).
 """
 
 from __future__ import annotations
@@ -265,7 +266,8 @@ def choose_candidate(
         as_fast = [pair for pair in spent if not is_faster(fastest[1], pair[1], SAME_SPEED)]
         smallest = min(as_fast, key=lambda pair: (pair[1].memory.total, seconds_of(pair[1])))
         spares = smallest[1].memory.total < (1 - MIN_MEMORY_SAVING) * fastest[1].memory.total
-        return smallest if spares else fastest
+        listed, spent_on = smallest if spares else fastest
+        return listed, keep_transposed(spent_on, base, limits)
     fitting = [candidate for candidate in candidates if candidate.memory.fits]
     least = min(fitting, key=lambda c: (c.memory.total, seconds_of(c)), default=None)
     return None if least is None else (least, least)
@@ -343,6 +345,17 @@ def refuse_graphs(config: RunConfig, s: EstimateInput, *, fits: bool = True) -> 
         why=why,
         fix="remove parallel.cuda_graphs, or set it to auto",
     )
+
+
+def keep_transposed(candidate: Candidate, base: EstimateInput, limits: Limits) -> Candidate:
+    """The candidate with frozen experts in fp8 kept transposed too, where it leaves the memory and is faster for it;
+    else itself, and so where activations move off the device: there memory is wanted for something else.
+    """
+    layout = candidate.layout
+    if layout.device != "cuda" or layout.offload_activations or not base.transposed_bytes:
+        return candidate
+    found = limits.evaluate(base, change(layout, keeps_transposed=True))
+    return found if found.memory.is_safe and is_faster(found, candidate) else candidate
 
 
 def defer_reduction(candidate: Candidate, base: EstimateInput, limits: Limits) -> Candidate:

@@ -113,6 +113,7 @@ class Layout:
     repeated_inputs: int = 0  # pairs of layers, the first ones, whose second one's input is made again from the first's
     compile: bool = False
     dynamic: bool = True  # compiled blocks take micro-batches of any shape; not where all samples have one length
+    keeps_transposed: bool = False  # frozen experts that multiply in fp8: their values transposed, for the way back
     cuda_graphs: bool = False  # compiled blocks are launched as CUDA graphs; packs have one size, padding included
     wrapper: Wrapper = "none"  # what gathers weights and reduces gradients
     compute_copy: ComputeCopy = "none"  # of masters: kept beside them by one process, or cast where they are gathered

@@ -29,6 +29,7 @@ LAYOUT_FIELDS = (  # that decide what memory a layout needs, as ``describe_layou
     "offload_activations",
     "layers_on_device",
     "repeated_inputs",
+    "keeps_transposed",
     "full_micro_tokens",
 )
 
@@ -92,7 +93,7 @@ def choose_within(
 
 def choose_smaller(candidates: list[Candidate], ran_out: OutOfMemory) -> Candidate | None:
     """What follows a plan that ran out of memory: the same layout with at most half the tokens per micro-batch, or the
-    next fewer.
+    next fewer. Where transposed values were kept, the same without them comes first.
 
     Where there are no fewer, whatever is estimated to need the least, if that is less than before; else None. The
     estimate has been proved too low, so what only the estimate says to be smaller comes last, and nothing is spent on
@@ -101,7 +102,7 @@ def choose_smaller(candidates: list[Candidate], ran_out: OutOfMemory) -> Candida
     fitting = [c for c in candidates if c.memory.fits and c.memory.total < ran_out.estimated_bytes]
     alike = [c for c in fitting if is_alike(c.layout, ran_out.layout)]
     before = ran_out.layout.full_micro_tokens
-    for most in (before // 2, before - 1):
+    for most in (before,) * ran_out.layout.keeps_transposed + (before // 2, before - 1):
         fewer = [c for c in alike if c.layout.full_micro_tokens <= most]
         if fewer:
             return max(fewer, key=lambda c: c.layout.full_micro_tokens)

@@ -22,6 +22,7 @@ from manyhands.planner.candidates import (
     list_candidates,
     memory_limits,
     refuse_graphs,
+    seconds_of,
     with_reason,
 )
 from manyhands.planner.checkpoints import Saving, choose_saving, space_checkpoints, staging
@@ -33,7 +34,7 @@ from manyhands.planner.efficiency import with_efficiency
 from manyhands.planner.experts import choose_expert_degree, fuses_experts
 from manyhands.planner.features import Features, choose_features, explain_features, why_not_kept, with_features
 from manyhands.planner.hardware import choose_environment, count_nodes, ranks_per_machine
-from manyhands.planner.layout import DTYPE_BYTES, lay_out, mesh_of
+from manyhands.planner.layout import DTYPE_BYTES, change, lay_out, mesh_of
 from manyhands.planner.longest import LongestSample, find_longest
 from manyhands.planner.memory.input import (
     LARGEST_LOAD,
@@ -430,6 +431,11 @@ def _why_layout(config: RunConfig, facts: Facts, result: SearchResult, total_mem
     if layout.cuda_graphs:
         asked, tokens = parallel.cuda_graphs is True, layout.pack_tokens
         why.append(reason("cuda_graphs", asked=asked, tokens=tokens, one_length=has_one_length(facts.data)))
+    if layout.keeps_transposed:
+        without = limits.evaluate(result.base, change(layout, keeps_transposed=False))
+        ms = 1e3 * (seconds_of(without) - seconds_of(chosen))
+        known = limits.clock is not None and limits.clock.rates.source != "assumed"
+        why.append(reason("transposed", bytes=result.base.transposed_bytes, ms=ms if known else None))
     if layout.expert_degree > 1:
         groups = layout.world_size // layout.expert_degree
         why.append(reason("expert_degree", degree=layout.expert_degree, groups=groups, load=LARGEST_LOAD))

@@ -256,7 +256,7 @@ Code = Literal[
     "output_dtype", "environment", "long_samples", "large_batch", "high_learning_rate", "long_warmup", "high_rank",
     "not_next_smaller", "exceeds_memory", "exceeds_host_memory", "near_limit", "computes_again", "computes_more_again",
     "shards_needlessly", "gathers_again", "smaller_micro_batch", "no_faster", "computes_attention_again", "more_memory",
-    "moves_more_activations", "updates_copies", "expert_degree", "cuda_graphs", "flash4",
+    "moves_more_activations", "updates_copies", "expert_degree", "cuda_graphs", "flash4", "transposed",
 ]  # fmt: skip
 
 

@@ -324,6 +324,12 @@ class EstimateInput:
         return self.model.vocab_size * self.model.hidden_size
 
     @property
+    def transposed_bytes(self) -> int:
+        """Of the values of frozen stacks that multiply in fp8, a byte each, which the way back takes transposed."""
+        stacks = self.model.sum_linears(lambda shape: shape.size if shape.groups > 1 else 0)
+        return stacks * (self.fp8_weights and self.fp8_groups)
+
+    @property
     def num_trained_in_head(self) -> int:
         """Elements of the head whose gradient the loss makes; embeddings alone, by patterns, are taken for it."""
         if self.partially_trained is not None:

@@ -118,7 +118,8 @@ def weights(s: EstimateInput) -> int:
     """Masters, or frozen weights and adapters: ``P m / S``, or ``P f / S + A m / S``; NF4 as in ``frozen_block_bytes``.
 
     By patterns each weight is one or the other: ``(P - trained) f / S + trained m / S``. ZeRO's are in compute dtype
-    where that is not the masters', and at its stages 1 and 2 whole: ``P c``; its masters are among the states.
+    where that is not the masters', and at its stages 1 and 2 whole: ``P c``; its masters are among the states. Frozen
+    stacks in fp8 may be there transposed as well.
     """
     if s.partially_trained is not None:
         return (
@@ -132,7 +133,7 @@ def weights(s: EstimateInput) -> int:
     frozen = s.num_root_parameters * s.frozen_bytes + s.frozen_blocks_bytes
     in_experts = s.frozen_block_in_experts * s.model.num_layers + s.trained_in_experts * s.master_bytes
     shared = (frozen + s.num_adapter_parameters * s.master_bytes) // s.weight_shards + s.by_experts(in_experts)
-    return shared + quantized_weights(s)
+    return shared + quantized_weights(s) + s.layout.keeps_transposed * s.transposed_bytes
 
 
 def quantized_weights(s: EstimateInput) -> int:
@@ -235,11 +236,11 @@ def _gathered_partially_trained(s: EstimateInput, t: TrainedWeights) -> int:
 def dequantized(s: EstimateInput) -> int:
     """The largest weight in NF4 while it is multiplied: ``n c``, and ``5 n / 64`` for the scales of its blocks if these
     are quantized. In fp8 quantized values, and ``n c`` of a stack that is kept so, or ``n`` where it multiplies in fp8:
-    its transposed values.
+    its transposed values, if these are not kept.
     """
     shapes = s.model.block_linear_shapes.values()
     stack = max((shape.size for shape in shapes if shape.groups > 1), default=0) * s.fp8_weights
-    stack *= 1 if s.fp8_groups else s.compute_bytes
+    stack *= (not s.layout.keeps_transposed) if s.fp8_groups else s.compute_bytes
     if s.fp8_blocks and not quantized_weights(s):  # fp8 values of gate and up, for y or for dX
         return max(stack, sum(sorted(shape.size for shape in shapes if shape.groups == 1)[-2:]))
     if s.model.stored_mxfp4:

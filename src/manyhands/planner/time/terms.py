@@ -313,7 +313,7 @@ def values(s: TimeInput) -> float:
 
 def dequantization(s: TimeInput) -> float:
     """NF4 weights to compute dtype for y, for dx and where blocks are computed again: ``(1/2 + c) B`` bytes each. Of
-    stacks that multiply in fp8, values transposed for dx.
+    stacks that multiply in fp8, values transposed for dx, unless these are kept.
     """
     e = s.estimate
     again = sum(mode in ("full", "except_attention") for mode in modes(e)) + e.layout.repeated_inputs
@@ -331,7 +331,7 @@ def dequantization(s: TimeInput) -> float:
     in_stacks = e.model.sum_linears(lambda shape: shape.size if shape.groups > 1 else 0)
     if e.fp8_blocks and (e.trains_everything or e.num_shards > 1):  # weights are quantized again in each pass
         return passes * (e.num_in_linears - in_stacks) * (e.compute_bytes + 1) / s.rates.memory
-    moved = 2 if e.fp8_groups else passes * (e.compute_bytes + 1)
+    moved = 2 * (not e.layout.keeps_transposed) if e.fp8_groups else passes * (e.compute_bytes + 1)
     return in_stacks * moved * e.fp8_weights / s.rates.memory
 
 
