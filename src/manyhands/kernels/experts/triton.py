@@ -287,6 +287,7 @@ def _gate_kernel(  # type: ignore[no-untyped-def]
     bias_pointer,
     ends_pointer,
     z_pointer,
+    values_pointer,
     scales_pointer,
     next_pointer,
     width,
@@ -302,7 +303,7 @@ def _gate_kernel(  # type: ignore[no-untyped-def]
     STEP: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    """For fp8, z is computed once for its largest value and the low-rank product, and once more when that is known."""
+    """For fp8, z is read again, from cache, when its largest value is known."""
     group, row, end = _find_block(ends_pointer, tl.program_id(0), num_groups, GROUPS, ROWS)
     if group >= num_groups:
         return
@@ -322,11 +323,10 @@ def _gate_kernel(  # type: ignore[no-untyped-def]
         )  # fmt: skip
         z = z.to(kind)
         columns = start + tl.arange(0, COLUMNS)
+        inside = in_rows[:, None] & (columns < width)[None, :]
+        tl.store(z_pointer + rows.to(tl.int64)[:, None] * width + columns[None, :], z, mask=inside)
         if FP8:
             top = tl.maximum(top, tl.max(tl.abs(z.to(tl.float32)), 1))
-        else:
-            inside = in_rows[:, None] & (columns < width)[None, :]
-            tl.store(z_pointer + rows.to(tl.int64)[:, None] * width + columns[None, :], z, mask=inside)
         a = tl.load(
             a_pointer + (group * rank + ranks[None, :]) * width + columns[:, None],
             mask=in_rank[None, :] & (columns < width)[:, None],
@@ -338,19 +338,17 @@ def _gate_kernel(  # type: ignore[no-untyped-def]
     if FP8:
         own, inverse = scale_of(top)
         tl.store(scales_pointer + rows, own, mask=in_rows)
+        tl.debug_barrier()  # what other threads have stored is read
         for start in range(0, width, COLUMNS):
-            z = _gated_tile(
-                both_pointer, low, b_pointer, bias_pointer, group, rows, start, end, width, rank,
-                ROWS, COLUMNS, RANK, GATE, BIASED, STEP,
-            )  # fmt: skip
             columns = start + tl.arange(0, COLUMNS)
-            values = (z.to(kind).to(tl.float32) * inverse[:, None]).to(z_pointer.dtype.element_ty)
+            places = rows.to(tl.int64)[:, None] * width + columns[None, :]
             inside = in_rows[:, None] & (columns < width)[None, :]
-            tl.store(z_pointer + rows.to(tl.int64)[:, None] * width + columns[None, :], values, mask=inside)
+            z = tl.load(z_pointer + places, mask=inside, other=0.0).to(tl.float32)
+            tl.store(values_pointer + places, (z * inverse[:, None]).to(values_pointer.dtype.element_ty), mask=inside)
 
 
 def _gate_rows(
-    z: torch.Tensor,
+    values: torch.Tensor | None,
     scales: torch.Tensor | None,
     both: torch.Tensor,
     low: torch.Tensor,
@@ -360,35 +358,34 @@ def _gate_rows(
     ends: torch.Tensor,
     scale: float,
     gate: str,
-) -> torch.Tensor:
-    """Fill ``z`` and the scales that its rows have in fp8; the next low-rank product."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """z and the next low-rank product; fills ``values`` and ``scales`` with its rows in fp8."""
     num_rows, (num_groups, rank, width) = len(both), a.shape
-    following = both.new_empty(num_rows, rank)
-    rows, warps = (GATE_ROWS, GATE_WARPS) if scales is None else (ROWS, WARPS)
-    _gate_kernel[(triton.cdiv(num_rows, rows) + num_groups,)](
-        *(both, low, b, a, b if bias is None else bias, ends, z, low if scales is None else scales, following),
+    z, following = both.new_empty(num_rows, width), both.new_empty(num_rows, rank)
+    _gate_kernel[(triton.cdiv(num_rows, GATE_ROWS) + num_groups,)](
+        *(both, low, b, a, b if bias is None else bias, ends, z),
+        *(z if values is None else values, low if scales is None else scales, following),
         *(width, rank, scale, num_groups),
         GROUPS=triton.next_power_of_2(num_groups),
-        ROWS=rows,
+        ROWS=GATE_ROWS,
         COLUMNS=GATE_COLUMNS,
         RANK=max(MIN_RANK, triton.next_power_of_2(rank)),
         GATE=GATES[gate],
         BIASED=bias is not None,
         STEP=2 if gate == "clamped" else 1,
         FP8=scales is not None,
-        num_warps=warps,
+        num_warps=GATE_WARPS,
     )
-    return following
+    return z, following
 
 
 def gate_low(both: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    z = both.new_empty(len(both), both.shape[1] // 2)
-    return z, _gate_rows(z, None, both, *arguments)
+    return _gate_rows(None, None, both, *arguments)
 
 
 def gate_low_rows(both: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     values, scales = new_rows(len(both), both.shape[1] // 2, both.device)
-    return values, scales, _gate_rows(values, scales, both, *arguments)
+    return values, scales, _gate_rows(values, scales, both, *arguments)[1]
 
 
 @triton.jit

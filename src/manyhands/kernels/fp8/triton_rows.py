@@ -92,28 +92,40 @@ def _rows_kernel(  # type: ignore[no-untyped-def]
     scales,
     SCALED: tl.constexpr,
     PARTS: tl.constexpr,
+    HELD: tl.constexpr,
     STEP0: tl.constexpr,
     STEP1: tl.constexpr,
     STEP2: tl.constexpr,
 ):
-    """Up to three inputs side by side are one row."""
+    """Up to three inputs side by side are one row. ``HELD``: each fits into its step, and is read once."""
     row = tl.program_id(0).to(tl.int64)
     x0 += row * stride0
     x1 += row * stride1
     x2 += row * stride2
     values += row * (width0 + width1 + width2)
-    top = _top(x0, factors, width0, SCALED, STEP0)
-    if PARTS > 1:
-        top = tl.maximum(top, _top(x1, factors + width0, width1, SCALED, STEP1))
-    if PARTS > 2:
-        top = tl.maximum(top, _top(x2, factors + width0 + width1, width2, SCALED, STEP2))
-    scale, inverse = scale_of(top)
+    if HELD:
+        at0, at1, at2 = tl.arange(0, STEP0), tl.arange(0, STEP1), tl.arange(0, STEP2)
+        wide0 = load_wide(x0, factors, at0, width0, SCALED)
+        wide1 = load_wide(x1, factors + width0, at1, width1, SCALED)
+        wide2 = load_wide(x2, factors + width0 + width1, at2, width2, SCALED)
+        tops = tl.maximum(tl.max(tl.abs(wide0), 0), tl.max(tl.abs(wide1), 0))
+        scale, inverse = scale_of(tl.maximum(tops, tl.max(tl.abs(wide2), 0)))
+        _store_values(values, at0, wide0 * inverse, width0)
+        _store_values(values + width0, at1, wide1 * inverse, width1)
+        _store_values(values + width0 + width1, at2, wide2 * inverse, width2)
+    else:
+        top = _top(x0, factors, width0, SCALED, STEP0)
+        if PARTS > 1:
+            top = tl.maximum(top, _top(x1, factors + width0, width1, SCALED, STEP1))
+        if PARTS > 2:
+            top = tl.maximum(top, _top(x2, factors + width0 + width1, width2, SCALED, STEP2))
+        scale, inverse = scale_of(top)
+        cast(x0, factors, values, inverse, width0, SCALED, STEP0)
+        if PARTS > 1:
+            cast(x1, factors + width0, values + width0, inverse, width1, SCALED, STEP1)
+        if PARTS > 2:
+            cast(x2, factors + width0 + width1, values + width0 + width1, inverse, width2, SCALED, STEP2)
     tl.store(scales + row, scale)
-    cast(x0, factors, values, inverse, width0, SCALED, STEP0)
-    if PARTS > 1:
-        cast(x1, factors + width0, values + width0, inverse, width1, SCALED, STEP1)
-    if PARTS > 2:
-        cast(x2, factors + width0 + width1, values + width0 + width1, inverse, width2, SCALED, STEP2)
 
 
 def quantize_rows(
@@ -130,7 +142,9 @@ def quantize_rows(
     parts = [side_by_side(part) for part in parts]
     given = [value for part in parts for value in (part, part.stride(0), part.shape[1])]
     given += [parts[0], 0, 0] * (3 - len(parts))
-    steps = [min(STEP_COLUMNS, triton.next_power_of_2(width)) for width in widths] + [16] * (3 - len(parts))
+    steps = [triton.next_power_of_2(width) for width in widths] + [16] * (3 - len(parts))
+    held = sum(steps) <= HELD_COLUMNS
+    steps = steps if held else [min(STEP_COLUMNS, step) for step in steps]
     _rows_kernel[(num_rows,)](
         *given,
         scales if factors is None else factors,
@@ -138,6 +152,7 @@ def quantize_rows(
         scales,
         SCALED=factors is not None,
         PARTS=len(parts),
+        HELD=held,
         STEP0=steps[0],
         STEP1=steps[1],
         STEP2=steps[2],
