@@ -113,11 +113,14 @@ def test_gpus_of_a_run_follow_from_the_plans(monkeypatch, gpus, asked, seconds, 
     def config(number):
         return types.SimpleNamespace(parallel=types.SimpleNamespace(gpus=number))
 
+    def loaded(number):
+        return types.SimpleNamespace(config=config(number))
+
     host = types.SimpleNamespace(gpus=[types.SimpleNamespace(uuid=f"G{number}") for number in range(gpus)])
     monkeypatch.setattr("manyhands.facts.host.read_host_facts", lambda: host)
     monkeypatch.setattr(sweep, "plan_trial", plan_trial)
     monkeypatch.setattr(sweep, "on_one_gpu", lambda _: config(1))
-    trials = [sweep.Trial(str(number), {}, config(asked)) for number in range(4)]
+    trials = [sweep.Trial(str(number), {}, loaded(asked)) for number in range(4)]
     found, note, plans = plan_trials(trials)
     assert [plan.time.total_s for plan in plans] == 4 * [seconds.get(1 if placed else asked, 10.0)]
     assert found == placed and words in note
@@ -143,7 +146,7 @@ TRAIN = """
 import json, pathlib, sys, time
 from manyhands.cli.run_file import load_run
 from manyhands.launch.run.resume import folder_of
-config = load_run(pathlib.Path(sys.argv[2]), sys.argv[3:-1], short={"output.dir": sys.argv[-1][9:]}).config
+config = load_run(pathlib.Path(sys.argv[2]), sys.argv[3:]).config
 folder = folder_of(config)
 folder.create()
 folder.write_config(config)
@@ -173,6 +176,26 @@ def test_a_run_that_fails_is_tried_again_by_the_same_command(monkeypatch, run_fi
     assert "rank-8: started" not in second.output and "runs/run-sweep/rank-16\n" in second.output
     config = json.loads(Path("runs/run-sweep/rank-16/run.json").read_text())
     assert (config["method"]["rank"], config["stop"]["epochs"]) == (16, 1)
+
+
+@pytest.mark.ci
+def test_a_run_file_that_is_edited_changes_no_run_of_a_sweep(monkeypatch, run_file):
+    edit = """pathlib.Path("run.yaml").write_text(pathlib.Path("edited.yaml").read_text())\nsys.exit"""
+    script = TRAIN.replace("sys.exit", edit)
+    Path(run_file.with_name("edited.yaml")).write_text(run_file.read_text() + "optimizer: {weight_decay: 0.3}\n")
+    monkeypatch.chdir(run_file.parent)
+    monkeypatch.setattr(sweep, "plan_trial", lambda *_: types.SimpleNamespace(time=None))
+    monkeypatch.setattr(queue, "command_of", lambda words: [sys.executable, "-c", script, *words])
+    monkeypatch.setattr(queue.run_queue, "__defaults__", (0.05, *queue.run_queue.__defaults__[1:]))
+    Path("rows.jsonl").write_text("{}\n")
+    words = ("sweep", run_file, "method.rank=8,32")
+    first = call(*words)
+    assert first.exit_code == 0, first.output
+    runs = [json.loads(Path(f"runs/run-sweep/rank-{rank}/run.json").read_text()) for rank in (8, 32)]
+    assert [run["optimizer"]["weight_decay"] for run in runs] == [0.0, 0.0]
+    second = call(*words)
+    assert second.exit_code and "optimizer.weight_decay: 0.0 -> 0.3" in second.output, second.output
+    assert "-o FOLDER" in second.output
 
 
 def test_without_a_run_file(monkeypatch, tmp_path, started):

@@ -18,16 +18,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import psutil
 import typer
 
-from manyhands.cli.one_line import as_overrides, make_run, takes_short_options
+from manyhands.cli.one_line import WHERE, as_overrides, make_run, takes_short_options, write_down
 from manyhands.cli.run_file import Short
 from manyhands.cli.runs import comparable_loss, format_table, summarize
 from manyhands.core.errors import EXIT_FAILED, UserError
-from manyhands.core.files import read_object, read_rows, write_json
+from manyhands.core.files import read_object, read_rows, write_atomically, write_json
 from manyhands.core.limits import GIB
+from manyhands.core.text import report_aside
 
 if TYPE_CHECKING:
     from manyhands.config.read import ParsedFile
     from manyhands.config.schema import RunConfig
+    from manyhands.importers.load import LoadedRun
     from manyhands.planner.types import Plan
 
 NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
@@ -44,11 +46,11 @@ class Trial:
 
     name: str
     values: Mapping[str, str]
-    config: RunConfig
+    loaded: LoadedRun
 
     @property
-    def words(self) -> list[str]:
-        return [f"{key}={value}" for key, value in self.values.items()]
+    def config(self) -> RunConfig:
+        return self.loaded.config
 
 
 @takes_short_options
@@ -71,6 +73,8 @@ def sweep(
 
     One run on each GPU where all of them fit one and that is faster, else one after the other on all GPUs. Starting it
     again continues with the runs that have not finished."""
+    from manyhands.config.read import read_run_file
+    from manyhands.importers.report import summarize as summarize_translation
     from manyhands.launch.run.file import load_for_start
 
     words = list(overrides or ())
@@ -79,10 +83,12 @@ def sweep(
     words = [*as_overrides({key: value for key, value in short.items() if key != "output.dir"}, words)]
     keys, fixed = split_words(words)
     first = [f"{key}={values[0]}" for key, values in keys.items() if not RANGE.fullmatch(values[0])]
-    source = make_run({}, [*fixed, *first]) if run is None else Path(run)
+    source = make_run({}, [*fixed, *first]) if run is None else read_run_file(Path(run))
     base = load_for_start(source, fixed if run is not None else [*fixed, *first])
     folder = Path(short.get("output.dir", f"{base.config.output.dir}/{base.config.name}-sweep"))
     folder = Path(os.path.abspath(folder.expanduser()))
+    for line in (line for one in base.translations for line in summarize_translation(one)):
+        report_aside(line)
     trials = list(make_trials(source, fixed, choose(keys, num_random, seed), folder))
     plans: Sequence[Plan] = ()
     if before := place_before(trials, folder):
@@ -95,10 +101,8 @@ def sweep(
         rows = [(*each.values.values(), *describe_plan(plan)) for each, plan in zip(trials, plans, strict=True)]
         print("\n".join(format_table([(*keys, "memory per rank", "seconds"), *rows])))
         return
-    file = [] if run is None else [str(Path(run).absolute())]
-    train = ["train", *file, *(word for word in fixed if word.partition("=")[0] not in OWN)]
     try:
-        carry_out(trials, train, folder, gpus)
+        carry_out(trials, folder, gpus)
     finally:
         best = show(trials, folder)
     raise typer.Exit(0 if best is not None and all(is_finished(folder, trial) for trial in trials) else EXIT_FAILED)
@@ -190,7 +194,7 @@ def draw(source: random.Random, text: str) -> str:
 
 
 def make_trials(
-    source: Path | ParsedFile, fixed: Sequence[str], chosen: Sequence[Mapping[str, str]], folder: Path
+    source: ParsedFile, fixed: Sequence[str], chosen: Sequence[Mapping[str, str]], folder: Path
 ) -> Iterator[Trial]:
     """Reads each run. UserError for a value that its key does not take, and for runs in the folder that are others."""
     from manyhands.launch.run.file import load_for_start
@@ -200,9 +204,13 @@ def make_trials(
         name = name_of(values)
         own = [f"output.dir={folder}", f"name={name}"]
         words = [word for word in fixed if word.partition("=")[0] not in OWN]
-        config = load_for_start(source, [*words, *(f"{key}={value}" for key, value in values.items()), *own]).config
-        find_run(folder_of(config), config)
-        yield Trial(name, values, config)
+        loaded = load_for_start(source, [*words, *(f"{key}={value}" for key, value in values.items()), *own])
+        try:
+            find_run(folder_of(loaded.config), loaded.config)
+        except UserError as error:
+            error.fix = "restore what has changed to continue this sweep, or give it another folder with -o FOLDER"
+            raise
+        yield Trial(name, values, write_down(loaded) if source.where == WHERE else loaded)
 
 
 def name_of(values: Mapping[str, str]) -> str:
@@ -286,20 +294,27 @@ def is_finished(folder: Path, trial: Trial) -> bool:
     return find_run(folder_of(trial.config), trial.config) == "finished"
 
 
-def carry_out(trials: Sequence[Trial], train: Sequence[str], folder: Path, gpus: Sequence[str]) -> None:
-    """Runs what has not finished. Ctrl-C and SIGTERM reach the runs, which save and end, and raise ``Stopped``."""
+def carry_out(trials: Sequence[Trial], folder: Path, gpus: Sequence[str]) -> None:
+    """Runs what has not finished, each from a file with its keys: the sweep's own may change meanwhile. Ctrl-C and
+    SIGTERM reach the runs, which save and end, and raise ``Stopped``.
+    """
     from manyhands.launch.local.watch import raise_when_stopped
+    from manyhands.launch.run.folder import RunFolder
     from manyhands.ui.queue import Queue, is_machine_free, is_open, run_queue
 
     queue = Queue(folder)
     one = ["parallel.gpus=1"] if gpus else []
     numbers = {trial.name: f"{place} of {len(trials)}" for place, trial in enumerate(trials, 1)}
+    loaded = {trial.name: trial.loaded for trial in trials}
 
     def report(item: Mapping[str, Any]) -> None:
         title = item["title"]
         if "ended" not in item:
             print(f"{title}: started, {numbers.get(title, 'of before')}; log: {queue.log(item['id'])}", flush=True)
             return
+        run = RunFolder(folder / title)
+        if title in loaded and run.run_json.exists():
+            run.write_origin(loaded[title])
         state, loss, *_ = describe(folder, title)
         print(f"{title}: {state}, loss {loss}", flush=True)
 
@@ -309,8 +324,9 @@ def carry_out(trials: Sequence[Trial], train: Sequence[str], folder: Path, gpus:
         at_work = {item["title"] for item in state["items"]}
         for trial in trials:
             if trial.name not in at_work and not is_finished(folder, trial):
-                words = [*train, *trial.words, *one, f"--output={folder / trial.name}"]
-                queue.append(state, words, trial.name)
+                file = queue.logs / f"{trial.name}.json"
+                write_atomically(file, trial.config.model_dump_json(indent=2, exclude_unset=True) + "\n")
+                queue.append(state, ["train", str(file), *one], trial.name)
     write_table(folder, rank(trials, folder))
     try:
         with raise_when_stopped("stopped the sweep and its runs", "run the same command again to continue them"):
