@@ -246,8 +246,17 @@ def test_ctrl_c_ends_the_sweep_and_says_so(monkeypatch, run_file):
     assert queue.Queue(Path("runs/run-sweep")).read()["paused"]
 
 
-def test_a_value_that_its_key_does_not_take_is_refused_before_anything_starts(run_file, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["method.rank=8,many"], "method.rank"),
+        (["optimizer.learning_rate=1e-4,0.0001"], "learning_rate-1e-4, learning_rate-0.0001"),
+        (["method.rank=8,8.0", "stop.epochs=1,2"], "the same"),
+        (["--random", "2", "optimizer.learning_rate=1e-4,0.0001"], "the same"),
+    ],
+)
+def test_values_that_are_refused_before_anything_starts(run_file, tmp_path, monkeypatch, words, error):
     monkeypatch.chdir(tmp_path)
-    ended = call("sweep", run_file, "method.rank=8,many")
-    assert ended.exit_code and "method.rank" in ended.output
+    ended = call("sweep", run_file, *words)
+    assert ended.exit_code and error in ended.output
     assert not Path("runs").exists()

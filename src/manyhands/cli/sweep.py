@@ -196,15 +196,22 @@ def draw(source: random.Random, text: str) -> str:
 def make_trials(
     source: ParsedFile, fixed: Sequence[str], chosen: Sequence[Mapping[str, str]], folder: Path
 ) -> Iterator[Trial]:
-    """Reads each run. UserError for a value that its key does not take, and for runs in the folder that are others."""
+    """Reads each run. UserError for a value that its key does not take, for one that is written in two ways, and for
+    runs in the folder that are others.
+    """
     from manyhands.launch.run.file import load_for_start
     from manyhands.launch.run.resume import find_run, folder_of
 
+    names: dict[str, str] = {}
     for values in chosen:
         name = name_of(values)
         own = [f"output.dir={folder}", f"name={name}"]
         words = [word for word in fixed if word.partition("=")[0] not in OWN]
         loaded = load_for_start(source, [*words, *(f"{key}={value}" for key, value in values.items()), *own])
+        other = names.setdefault(loaded.config.model_copy(update={"name": ""}).model_dump_json(), name)
+        if other != name:
+            why = "a value is written in two ways"
+            raise UserError("two runs would be the same", where=f"{other}, {name}", why=why, fix="give it once")
         try:
             find_run(folder_of(loaded.config), loaded.config)
         except UserError as error:
