@@ -80,12 +80,14 @@ def test_a_dry_run_prints_the_file_and_submits_nothing(run_file, tmp_path, site,
     assert result.exit_code == 0 and result.stdout == script.read_text()
     assert "Job 7 to start" in result.stderr and "nothing was submitted" in result.stderr
     assert asked(tmp_path) == [f"sbatch --test-only {script}"]
+    config = script.with_name("run-1.json").read_text()
     volume = ("submit.volumes={/mnt/runs: claim}", "output.dir=/mnt/runs", "submit.image=image")
     on_hub = ("model.name=org/model", "data.train=hub:org/rows")
     monkeypatch.chdir(tmp_path)
     for to in ("kubernetes", "skypilot"):
         assert call(run_file, "--to", to, "--dry-run", "--no-plan", *volume, *on_hub).exit_code == 0
     assert len(asked(tmp_path)) == 1
+    assert script.with_name("run-1.json").read_text() == config, "the script may have been submitted by hand"
 
 
 def test_the_client_s_answer_is_shown_and_kept(run_file, tmp_path, site):

@@ -59,7 +59,7 @@ class ClusterJob:
     host_bytes: int | None
     time_limit_s: int | None
     save_before_s: int
-    number: int = 1  # of the run's submissions
+    number: int = 1  # of the run's submissions and dry runs
 
     @property
     def name(self) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -57,8 +58,8 @@ def write_job(
         plan = make_plan(config, gather_facts(config, host=host, identify=False, report=report))
         rehearse(config, plan)
     files = _files_of(config)
-    log = files / LOG
-    number = 1 + (len(log.read_text(encoding="utf-8").splitlines()) if log.exists() else 0)
+    names = (re.fullmatch(r"run-(\d+)\.json", path.name) for path in files.glob("run-*.json"))
+    number = 1 + max((int(name[1]) for name in names if name), default=0)
     job = describe_job(config, plan, host, files, number=number)
     run = config.model_dump_json(indent=2, exclude_unset=True) + "\n"
     text = {
