@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -204,6 +205,27 @@ def test_runs_are_listed_by_their_folder(folder):
     for words in ("runs list runs/sweep", "runs list sweep", "runs list --dir runs/sweep"):
         result = CliRunner().invoke(app, words.split())
         assert (result.exit_code, result.output.strip()) == (0, "no run in runs/sweep/"), result.output
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "runs list --dir nothing",
+        "runs list nothing",
+        "runs show a --dir nothing",
+        "runs compare a b --dir nothing",
+        "runs delete a --dir nothing",
+        "ui nothing",
+        "plan --compare nothing",
+        "import run.yaml -o nothing/run.yaml",
+        "eval --model model --tasks gsm8k --include-path nothing",
+    ],
+)
+def test_a_folder_that_is_not_there_is_named(folder, line):
+    result = CliRunner().invoke(app, line.split())
+    assert result.exit_code == EXIT_USAGE, result.output
+    assert re.match(r"error: there is no such (file or )?folder\n  where: .*nothing\n", result.output), result.output
+    assert not (folder / "nothing").exists()
 
 
 def test_all_gpus_by_name():

@@ -89,6 +89,8 @@ def import_file(
 
     if output is not None and output.exists():
         raise UserError("the file already exists", where=str(output), fix="choose another name for --output")
+    if output is not None and not output.parent.is_dir():
+        raise UserError("there is no such folder", where=str(output.parent), fix="create it, or choose another one")
     translation = _translate(file, gpus, strict)
     if as_json:
         print(json.dumps(plain(translation), indent=2, ensure_ascii=False, default=str))

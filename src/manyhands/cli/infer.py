@@ -313,6 +313,8 @@ def evaluate(
             "--tasks brings its own data, metrics and lengths, and runs in one process",
             "leave it out",
         )
+        if include_path is not None and not include_path.is_dir():
+            raise UserError("there is no such folder", where=f"--include-path {include_path}", fix="correct the path")
         own: dict[str, Any] = {"tasks": tasks.split(","), "num_fewshot": fewshot, "batch_size": batch_size}
         own |= {"apply_chat_template": apply_chat_template, "include_path": include_path and str(include_path)}
         raise typer.Exit(_run("harness", request | own))

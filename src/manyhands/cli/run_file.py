@@ -241,7 +241,7 @@ def _compare(folder: Path) -> None:
     from manyhands.launch.run.folder import RunFolder
     from manyhands.planner.text import compare
 
-    place = RunFolder(folder)
+    place = RunFolder(folder if folder.exists() else find_run_folder(folder))
     report = place.read_report()
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for title in ("", "planned", "measured", "error"):

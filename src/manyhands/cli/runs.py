@@ -58,14 +58,11 @@ def list_runs(
 ) -> None:
     """List the runs of a folder, the newest first."""
     if place is not None:
-        there = next((path for path in (place, folder / place) if path.is_dir()), None)
-        if there is None:
-            fix = "name the folder that holds the runs, or nothing for runs/"
-            raise UserError("there is no such folder", where=str(place), fix=fix)
-        if (there / "run.json").is_file():
-            fix = f"manyhands runs show {there}"
-            raise UserError("this is a run, not a folder of runs", where=str(there), fix=fix)
-        folder = there
+        folder = next((path for path in (place, folder / place) if path.is_dir()), place)
+    refuse_no_folder(folder)
+    if (folder / "run.json").is_file():
+        fix = f"manyhands runs show {folder}"
+        raise UserError("this is a run, not a folder of runs", where=str(folder), fix=fix)
     found = sorted(find_runs(folder), key=lambda one: -one.changed)
     if not found:
         print(f"no run in {folder}/")
@@ -154,6 +151,13 @@ def _confirm(question: str) -> bool:
         raise UserError("no answer on standard input", where=question, fix="add --yes") from None
 
 
+def refuse_no_folder(folder: Path) -> None:
+    """UserError where there is no folder of runs. The first run makes the usual one."""
+    if not folder.is_dir() and (folder != RUNS or folder.exists()):
+        what = "this is no folder" if folder.exists() else "there is no such folder"
+        raise UserError(what, where=str(folder), fix="name the folder that holds the runs, or nothing for runs/")
+
+
 def find_runs(folder: Path) -> Iterator[Summary]:
     """The runs right below ``folder``; others are not looked at."""
     for path in sorted(folder.glob("*/run.json")):
@@ -173,6 +177,7 @@ def open_run(run: str, folder: Path) -> RunFolder:
     for path in (folder / run, Path(run)):
         if (path / "run.json").exists():
             return RunFolder(path)
+    refuse_no_folder(folder)
     names = [path.parent.name for path in sorted(folder.glob("*/run.json"))]
     raise UserError(
         f"there is no run called {run}",
@@ -291,7 +296,6 @@ def ui(
 
     if (folder / "run.json").is_file():
         folder = folder.resolve().parent
-    if folder.exists() and not folder.is_dir():
-        raise UserError("this is no folder", where=str(folder), fix="give the folder that holds the runs")
+    refuse_no_folder(folder)
     refuse_used_port(port)
     serve_page(folder, port, lambda line: print(line, flush=True))
