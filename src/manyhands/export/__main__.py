@@ -90,6 +90,7 @@ def export_source(
     from manyhands.launch.run.resume import refuse_other_checkpoint
 
     run_folder, checkpoint = find_checkpoint(source)
+    print(f"exporting {checkpoint}", flush=True)
     run = RunFolder(run_folder)
     config, plan = read_for_export(run, dtype)
     refuse_other_checkpoint(checkpoint, run.read_config(), run)  # as it was asked for, in whatever dtype it is saved
@@ -143,7 +144,7 @@ def export_by_expert(source: Path, output: Path, *, dtype: str = "auto") -> str:
     from manyhands.export.record import mark_verified
     from manyhands.launch.run.folder import RunFolder
 
-    run_folder, _ = find_checkpoint(source)
+    run_folder, checkpoint = find_checkpoint(source)
     config, plan = read_for_export(RunFolder(run_folder), dtype)
     if not config.method.trains_adapters:
         raise UserError("--by-expert is for adapters", where=str(source), fix="leave --by-expert out")
@@ -152,7 +153,7 @@ def export_by_expert(source: Path, output: Path, *, dtype: str = "auto") -> str:
     find_single_experts(base)  # before anything is loaded
     with tempfile.TemporaryDirectory(prefix=".adapter-", dir=nearest_folder(output.parent)) as scratch:
         adapter = Path(scratch) / "adapter"
-        verified = export_source(source, adapter, dtype=dtype, by_expert=True)
+        verified = export_source(checkpoint, adapter, dtype=dtype, by_expert=True)
         print(verified.replace(str(adapter), "the adapter of all experts"), flush=True)
         said = split_experts(adapter, output, base)
     mark_verified(output, said.partition(": ")[2])
@@ -194,7 +195,7 @@ def export_gguf(source: Path, output: Path, kind: str, *, dtype: str = "auto", l
     refuse_towers(Path(plan.model_folder))
     with tempfile.TemporaryDirectory(prefix=".gguf-", dir=nearest_folder(output.parent)) as scratch:
         model = Path(scratch) / config.name
-        said = export_source(source, model, merge=config.method.trains_adapters, dtype=dtype)
+        said = export_source(checkpoint, model, merge=config.method.trains_adapters, dtype=dtype)
         print(said, flush=True)
         if not config.model.trust_remote_code:
             refuse_own_code(model)
