@@ -113,8 +113,12 @@ def test_seeds_and_stop_strings_act(client: Any) -> None:
         ({"repetition_penalty": 10**400}, 400, "repetition_penalty is too large"),
         ({"max_tokens": 1.5}, 400, "max_tokens must be an integer"),
         ({"seed": 2**63}, 400, "seed must be 0 or more, and below 2**63"),
-        ({"top_p": 5}, 400, "top-p must be above 0 and at most 1"),
-        ({"top_k": -1, "temperature": 0}, 400, "top-k must be 0 (all tokens) or more"),
+        ({"top_p": 5}, 400, "top_p must be above 0 and at most 1"),
+        ({"top_k": -1, "temperature": 0}, 400, "top_k must be 0 (all tokens) or more"),
+        ({"repetition_penalty": 0}, 400, "repetition_penalty must be above 0"),
+        ({"max_tokens": 0}, 400, "max_tokens must be at least 1"),
+        ({"max_tokens": 8, "max_completion_tokens": 0}, 400, "max_completion_tokens must be at least 1"),
+        ({"stop": [""]}, 400, "stop must not be empty"),
     ],
 )
 def test_what_would_have_no_effect_is_refused(client: Any, body: dict[str, Any], status: int, said: str) -> None:

@@ -253,8 +253,10 @@ class _Asked:
         try:
             ids = self._encode(given)
             settings, number = read_settings(given, defaults)
-        except (RowRefused, UserError) as error:
-            raise BadRequest(error.what if isinstance(error, UserError) else str(error)) from None
+        except UserError as error:
+            raise name_field(error, given) from None
+        except RowRefused as error:
+            raise BadRequest(str(error)) from None
         positions = answerer.num_positions
         if positions is not None and len(ids) + settings.max_new_tokens > positions:
             room = positions - len(ids)
@@ -365,6 +367,17 @@ def read_settings(given: Mapping[str, Any], defaults: GenerationSettings) -> tup
         GenerationSettings.from_json(values | {"temperature": 1.0})  # checks top_p and top_k, too
         values |= {"top_p": 1.0, "top_k": 0}
     return GenerationSettings.from_json(values), 0 if "seed" in given else secrets.randbits(62)
+
+
+def name_field(error: UserError, given: Mapping[str, Any]) -> BadRequest:
+    """The error with the field of the request in place of the option that it names."""
+    if not error.where.startswith("--"):
+        return BadRequest(error.what)
+    option = error.where.removeprefix("--")
+    setting = option.replace("-", "_")
+    fields = {setting: key for key, setting in SETTINGS.items() if key in given}
+    field = fields.get(setting, setting)
+    return BadRequest(error.what.replace(option, field), field)
 
 
 async def _answer_whole(scheduler: Scheduler, asked: _Asked, http: Any) -> tuple[dict[str, Any], int]:
