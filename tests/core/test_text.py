@@ -77,11 +77,12 @@ def test_a_console_keeps_its_own_colors_and_cleans_the_rest() -> None:
         assert attack not in shown
 
 
-def test_a_process_prints_safely_in_any_encoding() -> None:
+def test_a_process_reads_and_prints_safely_in_any_encoding() -> None:
     code = textwrap.dedent("""
         import sys
         from manyhands.core.text import open_console, print_safely
         print_safely()
+        print(len(input()))
         print("first \\x1b]0;x\\x07 ☃ \\ud83d")
         open_console().print("second")
         print("third")
@@ -89,8 +90,9 @@ def test_a_process_prints_safely_in_any_encoding() -> None:
         sys.stderr.write("\\n\\x1b[A")
     """)
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True)
-    assert done.stdout == b"first \\u001b]0;x\\u0007 \\u2603 \\ud83d\nsecond\nthird\n"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, input=b"caf\xe9\n", capture_output=True, check=True)
+    assert done.stdout == b"4\nfirst \\u001b]0;x\\u0007 \\u2603 \\ud83d\nsecond\nthird\n"
     assert done.stderr == b"\rloading 3%\\u001b[2J\n\x1b[A"  # bars of libraries move as they do
 
 

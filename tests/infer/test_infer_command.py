@@ -76,6 +76,14 @@ def test_a_chat_prints_each_answer_as_it_is_made_with_its_system_prompt(folders:
     assert len(out.pieces) > 10  # word by word
 
 
+def test_bytes_that_are_no_text_are_named_as_that(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = b"caf\xe9".decode(errors="surrogateescape")
+    chat(open_answerer(folders / "base"), GenerationSettings(max_new_tokens=8), lines=[f"{line}\n"])
+    for given in ({"prompt": line}, {"prompt": "a", "options": {"system": line}}):
+        assert call("generate", folders / "base", **given) == 2
+    assert capsys.readouterr().err.count("error: the prompt is not UTF-8 text: convert it first") == 3
+
+
 def test_a_turn_that_the_template_refuses_leaves_the_chat_open(
     folders: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

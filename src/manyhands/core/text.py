@@ -135,7 +135,11 @@ def _naming_output() -> Iterator[None]:
 
 
 def print_safely() -> None:
-    """From here on ``print`` of this process writes printable text alone, in an encoding that never fails."""
+    """From here on ``print`` of this process writes printable text alone, in an encoding that never fails. Bytes of
+    standard input that are no text are read in any locale, so that whoever reads them can say so.
+    """
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper) and not isinstance(stream, PrintableStream):

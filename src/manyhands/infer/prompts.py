@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -81,8 +82,10 @@ def encode_prompt(
 
 
 def _check_characters(text: str) -> None:
-    """RowRefused for what JSON can name and tokenizers do not take."""
+    """RowRefused for what JSON can name and tokenizers do not take, and for bytes of an input that is no UTF-8."""
     if not is_encodable(text):
+        if re.search("[\udc80-\udcff]", text):  # what Python makes of each such byte
+            raise RowRefused("the prompt is not UTF-8 text: convert it first, such as by iconv -f latin1 -t utf-8")
         raise RowRefused("the prompt holds half of a surrogate pair: not a character")
 
 
