@@ -98,6 +98,21 @@ def test_what_is_left_out_is_as_if_it_were_not_there(write_rows, make_config, mo
     assert own.num_tokens > facts.num_tokens  # a source's own list stands in place of the general one: system is read
 
 
+def test_a_column_to_leave_out_that_no_row_has_is_refused(write_rows, make_config, model_folder: Path) -> None:
+    rows = numbered({"question": "a", "answer": "b", "empty": None})
+    rows[17]["Score"] = 1
+    file = write_rows(rows)
+    for names, near in ((["emty"], "did you mean empty?"), (["empty", "zzz"], "correct the name, or remove it")):
+        with pytest.raises(UserError, match=f"no row has the column {names[-1]}, which data.ignore") as caught:
+            run(make_config(file, ignore=names), model_folder)
+        assert caught.value.fix == near and "question" in caught.value.why
+    run(make_config(file, ignore=["Score", "empty"]), model_folder)
+    for source in ({"split": "train[:8]"}, {"ignore": ["weight"]}):  # one row may have it that is not read; an importer
+        config = make_config(file, ignore=["Score"])
+        data = config.data.model_dump() | {"train": [{"path": str(file), **source}]}
+        run(config.model_validate(config.model_dump() | {"data": data}), model_folder)
+
+
 def test_columns_that_are_not_read_are_named_by_source(write_rows, make_config, model_folder: Path) -> None:
     first = numbered({"question": "a", "answer": "b", "url": "x", "empty": None, "score": 0}, 150)
     first[140]["late"] = "x"

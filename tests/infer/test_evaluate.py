@@ -17,6 +17,7 @@ from manyhands.core.errors import UserError
 from manyhands.export.adapter import export_adapter
 from manyhands.infer.compare import (
     _recorded,
+    choose_data,
     compare,
     describe,
     explain_no_validation,
@@ -32,6 +33,7 @@ from manyhands.infer.settings import GenerationSettings
 from manyhands.launch.run.folder import RunFolder
 from tests.export.tiny import METHOD, adapt
 from tests.launch.builders import make_config
+from tests.support.plans import make_plan
 from tests.support.tiny import tiny_model, write_tiny_model
 from tests.support.zygote import forking
 
@@ -191,6 +193,19 @@ def test_what_the_run_recorded_before_and_after(tmp_path: Path) -> None:
     columns, step = _recorded(run, None)
     assert step == 9 and {name: figures["loss"] for name, figures in columns.items()} == {"before": 3.0, "after": 2.5}
     assert _recorded(run, 100) == ({}, None)  # other samples than the run's
+
+
+def test_a_file_may_lack_a_column_that_the_run_leaves_out(place: Path, tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    run.create()
+    data = {"train": "a.jsonl", "ignore": ("score",), "cache": str(tmp_path / "cache")}
+    config = make_config(task="cpt", data=data, evaluate={"data": {"other": "gone.jsonl"}})
+    run.write_config(config)
+    run.write_plan(make_plan(config_digest=config.digest, model_folder=str(place / "base")))
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"text": "w1 w2 w3"}\n')
+    found = choose_data(find_parts(place / "base"), run, run.path, str(file), None)
+    assert found.open().num_samples == 1
 
 
 def test_what_cannot_be_evaluated_is_explained(place: Path, tmp_path: Path) -> None:

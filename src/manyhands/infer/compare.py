@@ -10,7 +10,7 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from manyhands.config.schema import PreferenceSection, RunConfig
+from manyhands.config.schema import PreferenceSection, RunConfig, Source
 from manyhands.core.errors import UserError
 from manyhands.core.files import read_json, write_atomically, write_json
 from manyhands.core.text import report_aside
@@ -169,9 +169,14 @@ def _prepare_file(found: ModelLocation, run: RunFolder | None, folder: Path, dat
                 "data": {"train": data, "max_length": min(positions, MAX_LENGTH)},
             }
         )
-    asked = {"train": data, "validation": None, "validation_fraction": 0.0, "max_samples": None, "deduplicate": False}
-    asked |= {"order": "as_given"}
-    config = config.model_copy(update={"data": config.data.model_copy(update=asked)})
+    source = Source(path=data, ignore=config.data.ignore)  # a list of its own, as this file may lack a column of it
+    asked: dict[str, Any] = {"train": (source,), "validation": None, "validation_fraction": 0.0, "max_samples": None}
+    asked |= {"ignore": (), "deduplicate": False, "order": "as_given"}
+    sections = {
+        "data": config.data.model_copy(update=asked),
+        "evaluate": config.evaluate.model_copy(update={"data": {}}),
+    }
+    config = config.model_copy(update=sections)
     return Path(prepare(config, model_folder, report_aside).folder)
 
 

@@ -47,11 +47,11 @@ class Columns:
         self.leaves_media = any(name.strip().casefold() in MEDIA for name in self._ignore)
 
     def keep(self, row: Row, left_out: set[str] | None = None) -> Row:
-        """The row without the columns of ``data.ignore``; names of those with a value go into ``left_out``."""
+        """The row without the columns of ``data.ignore``; names of those that it has go into ``left_out``."""
         if self._ignore.isdisjoint(row.fields):
             return row
         if left_out is not None:
-            left_out.update(name for name in self._ignore if carries(row.fields.get(name)))
+            left_out.update(self._ignore & row.fields.keys())
         return Row({name: value for name, value in row.fields.items() if name not in self._ignore}, row.file, row.line)
 
     def check(self, row: Row, format: str, unread: set[str]) -> None:

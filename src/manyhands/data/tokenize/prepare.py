@@ -18,11 +18,12 @@ import numpy as np
 from manyhands.config.schema import DataSection, RunConfig
 from manyhands.config.sources import list_sources
 from manyhands.config.tasks import TASKS, name_tasks
+from manyhands.config.text import nearest_name
 from manyhands.core.errors import UserError
 from manyhands.core.files import make_folder
 from manyhands.core.units import count_of, describe_counts
 from manyhands.data.images.files import find_changed
-from manyhands.data.read.sources import ResolvedSource, resolve_sources
+from manyhands.data.read.sources import ResolvedSource, read_rows, resolve_sources
 from manyhands.data.store.segment import finish_store, join_segments
 from manyhands.data.store.store import TokenStore, find_file
 from manyhands.data.store.streams import EVERY, PACKED_BY, TOKENS
@@ -131,6 +132,7 @@ def _tokenize(job: Job, report: Report) -> list[dict[str, Any]]:
         if faults := outcome.explain_faults(source, job.task, job.data):
             raise faults[0]
         outcome.notes += [f"left out: {place}" for place in outcome.bad_images.shown[:MAX_BAD_IMAGES]]
+    _refuse_unknown_columns(job, outcomes)
     segments = [(path, index) for number, (index, _) in enumerate(job.parts) for path in job.segments(number)]
     join_segments(job.folder, [path for path, _ in segments], [index for _, index in segments], EVERY)
     for path in (job.folder / "segments", *job.folder.glob("outcome-*"), job.folder / "job.json", job.folder / "log"):
@@ -147,6 +149,25 @@ def _tokenize(job: Job, report: Report) -> list[dict[str, Any]]:
         outcome.to_meta() | {"samples_of_files": list(files.values())}
         for outcome, files in zip(outcomes, samples_of_files, strict=True)
     ]
+
+
+def _refuse_unknown_columns(job: Job, outcomes: Sequence[Outcome]) -> None:
+    """UserError for a column of ``data.ignore`` that no row of any source has. Sources that read a slice of their rows
+    may lack it, and so may those that list columns of their own, as importers do for what a row may have.
+    """
+    left_out = {name for outcome in outcomes for name in outcome.left_out}
+    for name in job.data.ignore:
+        sources = [source for source in job.sources if name in source.ignore]
+        if name in left_out or not sources or not all(rows.is_whole for one in sources for rows, _ in one.slices):
+            continue
+        found = dict.fromkeys(column for source in sources for column in next(read_rows(source)).fields)
+        near = nearest_name(name, found)
+        raise UserError(
+            f"no row has the column {name}, which data.ignore is to leave out",
+            where="data.ignore",
+            why=f"columns of the first rows: {', '.join(list(found)[:20])}",
+            fix=f"did you mean {near}?" if near else "correct the name, or remove it",
+        )
 
 
 def finish(sources: Sequence[ResolvedSource], data: DataSection, folder: Path, meta: dict[str, Any]) -> None:
