@@ -65,6 +65,8 @@ def test_a_whole_run_learns_which_answers_are_good(lab: Lab) -> None:
         ({"label": None}, "label is null"),
         ({"completion": ""}, "completion is empty"),
         ({"weight": 2}, "every answer weighs 1"),
+        ({"label": True}, "answers to train on are labelled good"),
+        ({"label": 0}, "answers to train on are labelled bad"),
     ],
 )
 def test_rows_that_are_no_judged_answers_are_refused(lab: Lab, row: dict[str, Any], why: str) -> None:

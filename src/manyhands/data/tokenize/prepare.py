@@ -17,7 +17,7 @@ import numpy as np
 
 from manyhands.config.schema import DataSection, RunConfig
 from manyhands.config.sources import list_sources
-from manyhands.config.tasks import TASKS, name_tasks
+from manyhands.config.tasks import JUDGED, TASKS, name_tasks
 from manyhands.config.text import nearest_name
 from manyhands.core.errors import UserError
 from manyhands.core.files import make_folder
@@ -26,7 +26,7 @@ from manyhands.data.images.files import find_changed
 from manyhands.data.read.sources import ResolvedSource, read_rows, resolve_sources
 from manyhands.data.store.segment import finish_store, join_segments
 from manyhands.data.store.store import TokenStore, find_file
-from manyhands.data.store.streams import EVERY, PACKED_BY, TOKENS
+from manyhands.data.store.streams import EVERY, LABELS, PACKED_BY, TOKENS
 from manyhands.data.tokenize.cache import (
     UNFINISHED,
     clean_unfinished,
@@ -283,6 +283,23 @@ def refuse_outside_ids(config: RunConfig, model_folder: str | Path, data: Prepar
         fix="use the model's own tokenizer, or name the tokens that are to get rows of their own in model.new_tokens",
         details=[*details[:MAX_PAIRS], *more],
     )
+
+
+def refuse_equal_labels(config: RunConfig, data: PreparedData) -> None:
+    """UserError where answers are judged, and all that are trained are judged alike."""
+    if set(JUDGED).isdisjoint(TASKS[config.task].formats):
+        return
+    folder = Path(data.folder)
+    labels = np.fromfile(folder / f"{LABELS.name}.bin", dtype=LABELS.item_dtype)[np.load(folder / "train.npy")]
+    if labels.min() == labels.max():
+        kind, other = ("good", "false") if labels[0] else ("bad", "true")
+        raise UserError(
+            f"all {len(labels):,} answers to train on are labelled {kind}",
+            where="data.train",
+            why=f"task: {config.task} learns how good answers differ from bad ones; by one kind its loss means nothing",
+            fix=f"add rows whose label is {other}"
+            + " (or train the good answers alone: task: sft, data.ignore: [label])" * bool(labels[0]),
+        )
 
 
 def _describe(

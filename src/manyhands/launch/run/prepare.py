@@ -356,7 +356,7 @@ def gather_facts(
     it describes, without a tokenizer the lengths of samples are estimates.
     The model is judged before the data is touched, so that a wrong name costs nothing.
     """
-    from manyhands.data.tokenize.prepare import prepare, refuse_outside_ids
+    from manyhands.data.tokenize.prepare import prepare, refuse_equal_labels, refuse_outside_ids
     from manyhands.data.tokenize.tokenizer import CHARACTERS, has_tokenizer, write_stand_in
 
     needs_weights = config.model.init == "pretrained"
@@ -395,6 +395,7 @@ def gather_facts(
         host = read_host_facts().model_copy(update={"num_nodes": config.parallel.nodes})
     data = prepare(config, text_folder, report) if data is None else data
     refuse_outside_ids(config, text_folder, data, model.vocab_size if new_tokens is None else new_tokens.vocab_size)
+    refuse_equal_labels(config, data)
     disks = folder_of(config).path, config.data.cache, data.num_images
     host = host or read_host_facts()
     family = families.find(model.model_type)
