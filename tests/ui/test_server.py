@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from manyhands.ui.commands import Asker
 from manyhands.ui.runs import Runs
 from tests.ui.conftest import PORT, TOKEN, step_row, write_run
 
@@ -160,9 +161,19 @@ def post(app, path, value):
 def test_forms_fill_the_queue(runs, monkeypatch):
     from manyhands.ui.queue import Queue
 
+    async def ask(self, words):
+        asked.append(words)
+        return json.dumps({"refused": [{"errors": ["error: 1 row cannot be trained"]}] * ("--data=bad" in words)})
+
+    asked = []
+    monkeypatch.setattr(Asker, "ask", ask)
     monkeypatch.setattr(Queue, "start_runner", lambda self: None)
     app = make_app(runs)
-    assert post(app, "/api/queue", {"action": "add", "model": "a/b", "data": "x", "name": "new"}) == (200, {"id": 1})
+    form = {"action": "add", "model": "a/b", "data": "x", "name": "new"}
+    refused = post(app, "/api/queue", form | {"data": "bad", "gpus": "2"})
+    assert refused == (400, {"error": "error: 1 row cannot be trained"})
+    assert asked == [["data", "--model=a/b", "--data=bad", "--rows=0", "--json"]] and not Queue(runs).read()["items"]
+    assert post(app, "/api/queue", form) == (200, {"id": 1})
     write_run(runs, "one", state="interrupted")
     assert post(app, "/api/runs/one/resume", {})[0] == 200
     words = [item["words"] for item in Queue(runs).read()["items"]]
@@ -196,7 +207,8 @@ def test_refused_forms(runs, path, value, error):
     assert error in answer["error"]
 
 
-def test_the_error_of_a_command_is_shown(runs):
-    status, answer = post(make_app(runs), "/api/plan", {"run": str(runs / "none.yaml")})
+@pytest.mark.parametrize(("path", "more"), [("/api/plan", {}), ("/api/queue", {"action": "add"})])
+def test_the_error_of_a_command_is_shown(runs, path, more):
+    status, answer = post(make_app(runs), path, {"run": str(runs / "none.yaml"), **more})
     assert status == 400
     assert "none.yaml" in answer["error"] and answer["error"].count("error: ") == 1

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from manyhands.core.errors import UserError
+from manyhands.core.text import report_aside
 
 if TYPE_CHECKING:
     from manyhands.config.read import ParsedFile
@@ -133,7 +134,7 @@ def make_run(short: Mapping[str, Any], overrides: Sequence[str]) -> ParsedFile:
         mapping["task"] = reading.task
         mapping["data"] |= {"format": reading.format} | ({"fields": reading.fields} if reading.fields else {})
         if reading.note:
-            print(reading.note, flush=True)
+            report_aside(reading.note)
     mapping["data"]["too_long"] = "split" if mapping.get("task") == "cpt" else "truncate"
     return ParsedFile(mapping, WHERE)
 

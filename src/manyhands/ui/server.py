@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -22,6 +23,7 @@ from manyhands.ui.runs import Run, Runs, clean, mark_of, read_log
 STATIC = Path(__file__).with_name("static")
 KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 LOOK_S, COMMENT_S, LOGS_S = 1.0, 15.0, 10.0
+CHECK_S = 60.0  # that a run is checked before it is queued
 MAX_COMPARED, MAX_SAMPLES = 12, 50
 
 
@@ -164,6 +166,7 @@ class Page:
     async def _change_queue(self, form: dict[str, Any]) -> Any:
         action, name = form.pop("action"), str(form.pop("name", "")).strip()
         if action == "add":
+            await self._check(form)
             words = ["train", *words_of(form), f"output.dir={self.queue.folder}", *([f"name={name}"] if name else [])]
             title = name or str(form.get("run") or form.get("model") or "a run")
             number = await asyncio.to_thread(self.queue.add, [*words, "--fresh"], title)
@@ -173,6 +176,17 @@ class Page:
         if action == "pause":
             return await asyncio.to_thread(self.queue.pause, bool(form["paused"]))
         raise UserError("there is no such action", where=str(action))
+
+    async def _check(self, form: dict[str, Any]) -> None:
+        """UserError for a model, keys or rows that a run would refuse. Not for what takes over ``CHECK_S``, nor for a
+        run that does not fit: a GPU may be in use now that is free when the run starts.
+        """
+        asked = {name: value for name, value in form.items() if name != "gpus"}
+        with contextlib.suppress(TimeoutError):
+            words = ["data", *words_of(asked), "--rows=0", "--json"]
+            found = json.loads(await asyncio.wait_for(self._asker.ask(words), CHECK_S))
+            for one in found["refused"]:
+                raise UserError("\n".join(one["errors"]).removeprefix("error: "))
 
     async def _compare(self, request: Any) -> Any:
         await self.look()

@@ -363,7 +363,9 @@ function planView() {
     const asked = filled(form);
     delete asked.price;
     if (asked.gpus && !/^\d+$/.test(asked.gpus)) delete asked.gpus;
+    busy.textContent = "Checking: rows are tokenized the first time.";
     const answer = await ask("/api/queue", { action: "add", ...asked });
+    busy.textContent = "";
     if (answer.error) result.replaceChildren(h("div", { class: "notice bad", role: "alert" }, h("pre", {}, answer.error)));
     else location.hash = "#/queue";
   }
