@@ -185,16 +185,3 @@ def test_flash4_comes_first_for_rows_too(monkeypatch: pytest.MonkeyPatch) -> Non
         "packs by varlen (flash-attn-4 is not installed), samples of one length by cudnn",
     ]
     assert windows == [128, 128]
-
-
-@pytest.mark.parametrize("num_tokens, rows", [(2**23, ""), (2**24, ", samples of one length by flash4")])
-def test_flash4_computes_heads_of_long_rows_in_parts(
-    num_tokens: int, rows: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """512 bytes of workspace a token."""
-    monkeypatch.setattr(attention, "choose_packed", lambda *_: FLASH_PACKS)
-    config = LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
-    chosen = choose_attention_kernels(
-        config, torch.device("cpu"), torch.bfloat16, one_length=True, num_tokens=num_tokens
-    )
-    assert chosen.describe() == "packs by flash4" + rows

@@ -17,11 +17,8 @@ from manyhands.data.batch.collate import BatchShape, collate_samples
 from manyhands.data.store.streams import MASK, TOKENS, Sample, make_sample
 from manyhands.engine.activations import attention_contexts
 from manyhands.kernels.attention import dense as dense_attention
-from manyhands.kernels.attention import flash4
 from manyhands.kernels.attention.dense import attend_dense, attend_in_parts, choose_dense, compare
-from manyhands.kernels.attention.flash4 import choose_packed
 from manyhands.kernels.attention.reference import ALLOWED
-from tests.kernels import flash4_stub
 
 CPU = torch.device("cpu")
 
@@ -96,16 +93,6 @@ def test_flash_agrees_with_float64_forward_and_backward(groups: int, dtype: torc
 # -- a part of the heads at a time
 
 
-@pytest.fixture
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FlashAttention 4 is chosen: the stand-in of its package."""
-    calls = flash4.bind(flash4_stub.interface())
-    assert isinstance(calls, flash4.Calls)
-    monkeypatch.setattr(flash4, "_calls", calls)
-
-
-@pytest.mark.usefixtures("stand_in")
-@pytest.mark.parametrize("name", ["flash", "flash4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("copied", [True, False])
 @pytest.mark.parametrize("transposed", [True, False])
@@ -117,7 +104,6 @@ def test_heads_in_parts_give_what_they_give_together(
     transposed: bool,
     copied: bool,
     dtype: torch.dtype,
-    name: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(limits, "MAX_STRIDED_VALUES", 0 if copied else 2**31)
@@ -126,7 +112,7 @@ def test_heads_in_parts_give_what_they_give_together(
     if transposed:  # in memory (b, t, heads, d), as models have them
         *inputs, given = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (*inputs, given))
     inputs = [x.requires_grad_() for x in inputs]
-    whole, in_parts = attend_dense(*inputs, 0.3, "flash"), attend_in_parts(*inputs, 0.3, name, parts)[0]
+    whole, in_parts = attend_dense(*inputs, 0.3, "flash"), attend_in_parts(*inputs, 0.3, "flash", parts)[0]
     torch.testing.assert_close(in_parts, whole)
     found, expected = (torch.autograd.grad(out, inputs, given) for out in (in_parts, whole))
     torch.testing.assert_close(found, expected)
@@ -234,14 +220,11 @@ def draw_on_gpu(length: int, *heads: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["cudnn", "flash", "flash4"])
+@pytest.mark.parametrize("name", ["cudnn", "flash"])
 @pytest.mark.parametrize("parts", [2, 8])
 def test_parts_of_heads_agree_on_a_gpu(name: str, parts: int) -> None:
     *inputs, given = draw_on_gpu(16384, 32, 8, 8, 32)
-    if name == "flash4" and (chosen := choose_packed(given.device, torch.bfloat16, 32, 8, 128)).name != name:
-        pytest.skip(chosen.reason)
-    whole = attend_dense(*inputs, None, "flash" if name == "flash4" else name)
-    in_parts = attend_in_parts(*inputs, None, name, parts)[0]
+    whole, in_parts = attend_dense(*inputs, None, name), attend_in_parts(*inputs, None, name, parts)[0]
     found, expected = ((out, *torch.autograd.grad(out, inputs, given)) for out in (in_parts, whole))
     for one, other in zip(found, expected, strict=True):
         assert (one.float() - other.float()).norm() <= 5e-3 * other.float().norm()

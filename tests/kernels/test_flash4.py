@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from manyhands.core import limits
 from manyhands.core.machine import GpuArchitecture
 from manyhands.kernels.attention import flash4
 from manyhands.kernels.attention.flash4 import attend_flash4, bind, choose_packed, compare, find_obstacle, try_flash4
@@ -227,6 +228,22 @@ def test_packs_of_any_fill_run_one_graph(bound: None) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("heads, parts", [((8, 4), 4), ((8, 2), 2), ((4, 4), 4), ((4, 1), 1)])
+def test_heads_of_long_packs_are_computed_in_parts(
+    bound: None, heads: tuple[int, int], parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "MAX_ATTENTION_WORKSPACE", 1)
+    ran, calls = [], flash4._bound()
+    forward = lambda q, *others: ran.append(q.shape[1]) or calls.forward(q, *others)  # noqa: E731
+    monkeypatch.setattr(flash4, "_calls", flash4.Calls(forward, calls.backward))
+    inputs, given, bounds = pack(LENGTHS, heads, 8, torch.float64)
+    found = with_gradients(lambda *qkv: attend_flash4(*qkv, bounds, 32, None, 4), inputs, given)
+    expected = with_gradients(lambda *qkv: attend_reference(*qkv, bounds, None, 4), inputs, given)
+    assert ran == [heads[0] // parts] * parts
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
 # -- the real kernels
 
 MANY = tuple(1 + i % 5 for i in range(300))  # above 256 documents the package finds them by other kernels
@@ -255,12 +272,19 @@ def test_the_real_kernels_pass_the_self_test(gpu: torch.device, heads: tuple[int
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled, in_parts", [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("lengths", [RAGGED, MANY, (4096,)])
 @pytest.mark.parametrize("window", [-1, 0, 99])
 def test_the_real_kernels_agree_with_float64(
-    gpu: torch.device, window: int, lengths: tuple[int, ...], compiled: bool
+    gpu: torch.device,
+    window: int,
+    lengths: tuple[int, ...],
+    compiled: bool,
+    in_parts: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if in_parts:
+        monkeypatch.setattr(limits, "MAX_ATTENTION_WORKSPACE", 1)
     assert choose_packed(gpu, HALF, 32, 8, 128, 1024).name == "flash4"
     inputs, given, bounds = pack(lengths, (32, 8), 128, HALF, gpu)
     bound = 1 << (max(lengths) - 1).bit_length()

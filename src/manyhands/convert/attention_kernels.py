@@ -19,6 +19,5 @@ class FastAttention(BaseConverter):
             context.dtype,
             one_length=layout.pack_tokens is not None,
             num_ranks=layout.mesh.context if layout.exchanges_heads else 1,
-            num_tokens=layout.full_micro_tokens,
         )
         self.lines.append(f"attention: {kernels.describe()}")

@@ -26,7 +26,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
 from manyhands import families
-from manyhands.core.limits import MAX_BLOCK_SCORES, count_head_parts
+from manyhands.core.limits import MAX_BLOCK_SCORES
 from manyhands.data.batch.divide import EXCHANGES_HEADS, GATHERS_KEYS, KEY_BOUNDS, KEY_POSITIONS
 from manyhands.kernels.attention.context import exchange_for_heads, exchange_for_tokens, gather_keys, rank_in_group
 from manyhands.kernels.attention.dense import attend_dense, choose_dense
@@ -142,15 +142,13 @@ def choose_attention_kernels(
     *,
     one_length: bool,
     num_ranks: int = 1,
-    num_tokens: int = 0,
 ) -> AttentionKernels:
     """Choose kernels by self-tests on ``device``; they hold for this process.
 
     ``num_ranks`` divide the heads. ``one_length``: all rows of the run have one, so that a kernel for such rows is
     worth its test. FlashAttention 4 comes first there too (H200, forward and backward, 4 x 4,096 tokens with 64
-    dimensions 2.13 ms, 2 x 4,096 with 128 1.91; cuDNN 2.55 and 2.01), then cuDNN, then FlashAttention 2. Where
-    ``num_tokens``, of a micro-batch, are so many that ``attend_dense`` may compute heads in parts, as the plan counts,
-    it computes them for FlashAttention 4 too (131,072 tokens 0.776 s, cuDNN 0.912).
+    dimensions 2.13 ms, 2 x 4,096 with 128 1.91, 131,072 with 128 776; cuDNN 2.55, 2.01 and 912), then cuDNN, then
+    FlashAttention 2.
     """
     global _kernels
     text = config.get_text_config()
@@ -159,11 +157,8 @@ def choose_attention_kernels(
     dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     heads, groups = heads // num_ranks, groups // num_ranks
     packs = choose_packed(device, dtype, heads, groups, dim, getattr(text, "sliding_window", None))
-    in_parts = count_head_parts(num_tokens, heads, groups, dim, dtype.itemsize) > 1
-    if packs.name == "flash4":
-        rows = Backend("flash4" if one_length and in_parts else "")
-    else:
-        rows = choose_dense(device, dtype, heads, groups, dim) if one_length else Backend("")
+    tries_rows = one_length and packs.name != "flash4"
+    rows = choose_dense(device, dtype, heads, groups, dim) if tries_rows else Backend("")
     _kernels = AttentionKernels(rows, packs, heads, groups, dim, dtype)
     return _kernels
 

@@ -4,8 +4,8 @@ self-test.
 On an H200 cuDNN takes half the time of FlashAttention 2 (1.9 against 3.7 ms for 2 x 4,096 tokens, 32 heads, forward and
 backward), and its gradients are as near to float32 (0.25 to 0.30 %). It wants rows of one length: packs of mixed
 lengths take another kernel. Long rows are computed a part of the heads at a time: the workspace of cuDNN's backward
-pass grows with tokens times heads, 4 GiB of 131,072 tokens with 32 heads of 128 dimensions. FlashAttention 4 takes
-such rows too, where it was chosen for packs. Knows nothing of models, packs or batches.
+pass grows with tokens times heads, 4 GiB of 131,072 tokens with 32 heads of 128 dimensions. Knows nothing of models,
+packs or batches.
 
 Shapes: b rows, t positions, h query heads, g key-value heads (h a multiple of g), d dimensions a head.
 """
@@ -20,7 +20,6 @@ import torch
 
 from manyhands.core import limits
 from manyhands.core.limits import count_head_parts
-from manyhands.kernels.attention.flash4 import rows_backward, rows_forward
 from manyhands.kernels.attention.reference import ALLOWED, error_ratio
 from manyhands.kernels.backend import Backend
 
@@ -31,15 +30,14 @@ PROBE_ROWS, PROBE_LENGTH = 2, 200
 def attend_dense(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, name: str
 ) -> torch.Tensor:
-    """Causal attention of (b, h, t, d) over (b, g, t, d) -> (b, h, t, d). ``name`` is one of ``choose_dense``'s, or
-    flash4 once ``choose_packed`` has chosen it.
+    """Causal attention of (b, h, t, d) over (b, g, t, d) -> (b, h, t, d). ``name`` is one of ``choose_dense``'s.
 
     By torch's operators and not ``F.scaled_dot_product_attention`` within ``sdpa_kernel``: torch.compile keeps no graph
     with that on the disk, and every start would trace the backward pass again.
     """
     _, num_heads, length, dim = query.shape
     num_parts = count_head_parts(length, num_heads, key.shape[1], dim, query.element_size())
-    if num_parts > 1 or name == "flash4":
+    if num_parts > 1:
         return attend_in_parts(query, key, value, scaling, name, num_parts)[0]
     keeps = torch.is_grad_enabled()  # the sums of rows, for the backward pass
     return _run_forward(query, key, value, scaling, name, keeps)[0]
@@ -50,8 +48,6 @@ def _run_forward(
 ) -> Any:
     """A kernel's results, of which the first two are the output and the sums of rows."""
     aten = torch.ops.aten
-    if name == "flash4":
-        return rows_forward(query, key, value, scaling)
     if name == "cudnn":
         return aten._scaled_dot_product_cudnn_attention(query, key, value, None, keeps, 0.0, True, scale=scaling)
     if query.is_cuda:
@@ -170,8 +166,6 @@ def attend_in_parts_backward(
 def _run_backward(name: str, scale: float | None, *tensors: torch.Tensor) -> Any:
     """Gradients of q, k and v, from the arguments of ``attend_in_parts_backward``, of one part."""
     gradient, q, k, v, out, sums = tensors
-    if name == "flash4":
-        return rows_backward(gradient, q, k, v, out, sums, scale)
     aten, length, sums = torch.ops.aten, q.shape[2], sums.contiguous()
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of dropout
     bounds = (None, None, length, length)

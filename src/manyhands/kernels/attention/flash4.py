@@ -5,7 +5,8 @@ tokens takes 1.42 ms against 2.54 of torch's varlen (FlashAttention 2), 2 x 4,09
 are as near to float32 (benchmarks/results/h200-flash-attention-4.jsonl). It comes with the package flash-attn-4,
 which torch's own switch for it, ``activate_flash_attention_impl``, does not fit (4.0.0b36 with torch 2.11), so the
 package is called here. Its backward pass is not public: ``bind`` holds all that is assumed of it, and
-``choose_packed`` uses nothing that fails the self-test. Knows nothing of models, packing or batches.
+``choose_packed`` uses nothing that fails the self-test. Of long packs heads are computed a part at a time, as the
+backward pass sums gradients in float32: 2 GiB of 131,072 tokens. Knows nothing of models, packing or batches.
 
 Shapes: t positions of all documents, h query heads, g key-value heads (h a multiple of g), d dimensions a head, n
 documents. ``cu_seq_lens`` (n + 1) int32 holds where documents begin, and t; empty documents are allowed. No document is
@@ -16,13 +17,14 @@ longer than ``max_length``, which is a bound. ``window``: positions that a query
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 
+from manyhands.core.limits import count_head_parts
 from manyhands.core.machine import GpuArchitecture
 from manyhands.kernels.attention.reference import ALLOWED, error_ratio
 from manyhands.kernels.backend import Backend, architecture_of
@@ -68,49 +70,6 @@ def attend_flash4(
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     return flash4_forward(query, key, value, cu_seq_lens, max_length, scale, window)[0]
-
-
-def rows_forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of one length as documents of a pack, below autograd: query (b, h, l, d), key and value (b, g, l, d) ->
-    output, and the logarithms of the softmax's denominators (b, h, l).
-    """
-    num_rows = len(query)
-    out, lse = _bound().forward(*(_as_pack(x) for x in (query, key, value)), *_as_documents(query, scale))
-    return _as_rows(out, num_rows), lse.unflatten(1, (num_rows, -1)).transpose(0, 1)
-
-
-def rows_backward(
-    gradient: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    sums: torch.Tensor,
-    scale: float | None,
-) -> tuple[torch.Tensor, ...]:
-    """Gradients of what ``rows_forward`` takes; ``sums`` are its logarithms."""
-    tensors = [_as_pack(x) for x in (gradient, query, key, value, out)]
-    lse = sums.transpose(0, 1).flatten(1).contiguous()
-    gradients = _bound().backward(*tensors, lse, *_as_documents(query, scale))
-    return tuple(_as_rows(x, len(query)) for x in gradients)
-
-
-def _as_pack(x: torch.Tensor) -> torch.Tensor:
-    """(b, heads, l, d) -> (b l, heads, d), without a copy where it is in memory (b, l, heads, d)"""
-    return x.transpose(1, 2).flatten(0, 1)
-
-
-def _as_rows(x: torch.Tensor, num_rows: int) -> torch.Tensor:
-    return x.unflatten(0, (num_rows, -1)).transpose(1, 2)
-
-
-def _as_documents(query: torch.Tensor, scale: float | None) -> tuple[torch.Tensor, int, float, int]:
-    """cu_seq_lens, max_length, scale and window of rows."""
-    num_rows, _, length, dim = query.shape
-    bounds = torch.arange(0, num_rows * length + 1, length, device=query.device, dtype=torch.int32)
-    return bounds, length, dim**-0.5 if scale is None else scale, -1
 
 
 # -- which kernel
@@ -292,8 +251,19 @@ def flash4_forward(
     window: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output (t, h, d), and the logarithms of the softmax's denominators (h, t) float32, which have no gradient."""
-    out, lse = _bound().forward(q.contiguous(), k.contiguous(), v.contiguous(), cu_seq_lens, max_length, scale, window)
-    return out.contiguous(), lse.contiguous()  # compiled code counts on the strides that the fake has
+    q, k, v = (x.contiguous() for x in (q, k, v))
+    num_parts, rest = _count_parts(q, k), (cu_seq_lens, max_length, scale, window)
+    if num_parts == 1:
+        out, lse = _bound().forward(q, k, v, *rest)
+        return out.contiguous(), lse.contiguous()  # compiled code counts on the strides that the fake has
+    out = q.new_empty((*q.shape[:2], v.shape[2]))
+    sums: list[torch.Tensor] = []
+    for *part, place in _split_heads(num_parts, q, k, v, out):
+        found, lse = _bound().forward(*part, *rest)
+        place.copy_(found)
+        sums.append(lse)
+        del found, lse  # before the next part's
+    return out, torch.cat(sums)
 
 
 @torch.library.custom_op(
@@ -318,8 +288,28 @@ def flash4_backward(
     tensors = [
         x.contiguous() for x in (gradient, q, k, v, out, lse)
     ]  # an expanded gradient would be one more compilation
-    dq, dk, dv = _bound().backward(*tensors, cu_seq_lens, max_length, scale, window)
-    return dq.contiguous(), dk.contiguous(), dv.contiguous()
+    num_parts, rest = _count_parts(q, k), (cu_seq_lens, max_length, scale, window)
+    if num_parts == 1:
+        dq, dk, dv = _bound().backward(*tensors, *rest)
+        return dq.contiguous(), dk.contiguous(), dv.contiguous()
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    parts = _split_heads(num_parts, *tensors[:5], dq, dk, dv)
+    for (*part, dq_part, dk_part, dv_part), lse_part in zip(parts, tensors[5].chunk(num_parts), strict=True):
+        found = _bound().backward(*part, lse_part, *rest)
+        for place, gradients in zip((dq_part, dk_part, dv_part), found, strict=True):
+            place.copy_(gradients)
+        del found, gradients  # before the next part's
+    return dq, dk, dv
+
+
+def _count_parts(q: torch.Tensor, k: torch.Tensor) -> int:
+    num_tokens, num_heads, dim = q.shape
+    return count_head_parts(num_tokens, num_heads, k.shape[1], dim, q.element_size())
+
+
+def _split_heads(num_parts: int, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Views of each part's heads, of tensors (t, heads, d)."""
+    return zip(*(x.chunk(num_parts, 1) for x in tensors), strict=True)
 
 
 @flash4_forward.register_fake
