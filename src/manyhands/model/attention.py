@@ -146,9 +146,9 @@ def choose_attention_kernels(
     """Choose kernels by self-tests on ``device``; they hold for this process.
 
     ``num_ranks`` divide the heads. ``one_length``: all rows of the run have one, so that a kernel for such rows is
-    worth its test. FlashAttention 4 comes first there too (H200, forward and backward, 4 x 4,096 tokens with 64
-    dimensions 2.13 ms, 2 x 4,096 with 128 1.91, 131,072 with 128 776; cuDNN 2.55, 2.01 and 912), then cuDNN, then
-    FlashAttention 2.
+    worth its test. FlashAttention 4 comes first there too (H200, forward and backward: 4 x 4,096 tokens with 64
+    dimensions 2.13 ms, cuDNN 2.55; with 128 dimensions 2 x 4,096 tokens 1.91 ms, cuDNN 2.01, and 131,072 tokens 776 ms,
+    cuDNN 912), then cuDNN, then FlashAttention 2.
     """
     global _kernels
     text = config.get_text_config()

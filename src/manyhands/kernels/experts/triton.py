@@ -23,9 +23,7 @@ from manyhands.kernels.grouped import ALIGNMENT, compute_groups
 GATES = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "clamped": 3}
 MIN_RANK = 16  # of tl.dot
 ROWS, COLUMNS = 64, 128  # of a tile
-FP8_COLUMNS = (
-    64  # of a tile of rows gathered in fp8: 0.106 and 0.124 ms for 65,536 rows of 2,048, 0.117 and 0.130 by 128
-)
+FP8_COLUMNS = 64  # of a tile of rows gathered in fp8: 0.106 ms for 65,536 rows of 2,048, 0.117 with 128 (H200)
 TOP_COLUMNS = 4096  # at once of a row whose largest value is found
 GATE_COLUMNS = 64  # of a tile of gate and up
 GATE_ROWS, GATE_WARPS = 32, 2  # forward
