@@ -5,7 +5,8 @@ export.
     python -m manyhands.bench.case --row 8b-lora --limit 24          # as if each GPU had 24 GiB
 
 Every step is synchronised; the first ``--warm`` ones (compilation) are left out; the optimizer is included. One more
-step, which is not timed, shows which attention kernels run. Prints one JSON line.
+step, which is not timed, shows which attention kernels run, unless it is planned to take a minute. Prints one JSON
+line.
 With ``--limit`` the plan is made for GPUs of that memory, and torch's allocator gets no more than what the CUDA context
 leaves of it. ``--plan-limit`` makes the plan for another one: what the estimate would refuse can be tried.
 """
@@ -48,6 +49,7 @@ from manyhands.worker.rank import BuiltModel, Data, Process, Rank
 from manyhands.worker.reference import attach_reference
 
 MAX_TOKENS = 2**21  # of samples of one length: so many take a second to prepare
+MAX_SEEN_S = 60.0  # of a step that is run once more, to see its kernels
 
 
 def make_config(folder: Path, row: BenchRow, world_size: int, num_steps: int, overrides: list[str]) -> RunConfig:
@@ -174,8 +176,9 @@ def run(options: argparse.Namespace, row: BenchRow, observe: Observer | None = N
     train(loop)
     result = summarise(bench, row, options, timings.results, built_s) if world.is_first else {}
     result |= observe.summarise(bench, loop, timings.results)
-    with watch(built.model, result) if world.is_first else contextlib.nullcontext():
-        more_steps(bench, loop, 1)
+    if (plan.step_s or 0.0) < MAX_SEEN_S:
+        with watch(built.model, result) if world.is_first else contextlib.nullcontext():
+            more_steps(bench, loop, 1)
     if world.is_first:
         say(result, options.output, "RESULT ")
     if options.profile:
