@@ -96,7 +96,11 @@ class Ranks:
             self._processes.append(process)
 
     def run(self, target: str, *arguments: Any, world_size: int) -> list[Any]:
-        """The answers of ranks 0 .. world_size - 1, in order. Arguments and answers are pickled. Raises RankFailed."""
+        """The answers of ranks 0 .. world_size - 1, in order. Arguments and answers are pickled. Raises RankFailed.
+
+        After a process that has ended or gave no answer all begin anew: an answer that is still to come would be taken
+        for one to the next task.
+        """
         store_file = tempfile.mktemp(prefix="ranks-")
         pipes = self._pipes[:world_size]
         for pipe in pipes:
@@ -107,7 +111,7 @@ class Ranks:
             waiting: list[Any] = [p for p in pipes if p not in answers]
             ready: list[Any] = wait(waiting, timeout=deadline - time.monotonic())
             if not ready:
-                self.close()
+                self.restart()
                 raise RankFailed(
                     f"{target}: ranks {[i for i, p in enumerate(pipes) if p not in answers]} gave no answer"
                 )
@@ -118,10 +122,9 @@ class Ranks:
                     answers[pipe] = (False, f"the process ended without an answer, exit code {self._exit_code(pipe)}")
         with contextlib.suppress(FileNotFoundError):
             os.unlink(store_file)
-        if self.device == "cuda" and world_size > 1:
-            # fresh processes: ranks that have formed different numbers of NCCL groups before are no clean start
-            self.close()
-            self._start()
+        if (self.device == "cuda" and world_size > 1) or not all(process.is_alive() for process in self._processes):
+            # On GPUs always: ranks that have formed different numbers of NCCL groups before are no clean start.
+            self.restart()
         failures = [f"rank {i}:\n{answers[p][1]}" for i, p in enumerate(pipes) if not answers[p][0]]
         if failures:
             raise RankFailed("\n".join(failures))
@@ -131,6 +134,10 @@ class Ranks:
         process = self._processes[self._pipes.index(pipe)]
         process.join(timeout=5.0)
         return process.exitcode
+
+    def restart(self) -> None:
+        self.close()
+        self._start()
 
     def close(self) -> None:
         for pipe in self._pipes:
