@@ -1,4 +1,4 @@
-"""Attention by FlashAttention 4 in a plan: its seconds, and what is said where the package is not installed."""
+"""FlashAttention 4 in plans: the estimated step with the package, and the hint without it."""
 
 from __future__ import annotations
 

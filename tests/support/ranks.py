@@ -98,8 +98,7 @@ class Ranks:
     def run(self, target: str, *arguments: Any, world_size: int) -> list[Any]:
         """The answers of ranks 0 .. world_size - 1, in order. Arguments and answers are pickled. Raises RankFailed.
 
-        After a process that has ended or gave no answer all begin anew: an answer that is still to come would be taken
-        for one to the next task.
+        Restarts all processes after one has died or timed out; a late answer would be taken for the next task's.
         """
         store_file = tempfile.mktemp(prefix="ranks-")
         pipes = self._pipes[:world_size]

@@ -49,7 +49,7 @@ from manyhands.worker.rank import BuiltModel, Data, Process, Rank
 from manyhands.worker.reference import attach_reference
 
 MAX_TOKENS = 2**21  # of samples of one length: so many take a second to prepare
-MAX_SEEN_S = 60.0  # of a step that is run once more, to see its kernels
+MAX_PROFILED_S = 60.0  # of a step that is run once more, to see its kernels
 
 
 def make_config(folder: Path, row: BenchRow, world_size: int, num_steps: int, overrides: list[str]) -> RunConfig:
@@ -176,7 +176,7 @@ def run(options: argparse.Namespace, row: BenchRow, observe: Observer | None = N
     train(loop)
     result = summarise(bench, row, options, timings.results, built_s) if world.is_first else {}
     result |= observe.summarise(bench, loop, timings.results)
-    if (plan.step_s or 0.0) < MAX_SEEN_S:
+    if (plan.step_s or 0.0) < MAX_PROFILED_S:
         with watch(built.model, result) if world.is_first else contextlib.nullcontext():
             more_steps(bench, loop, 1)
     if world.is_first:

@@ -152,7 +152,7 @@ def _confirm(question: str) -> bool:
 
 
 def refuse_no_folder(folder: Path) -> None:
-    """UserError where there is no folder of runs. The first run makes the usual one."""
+    """Raise UserError unless ``folder`` exists; the default ``runs/`` may be missing until the first run creates it."""
     if not folder.is_dir() and (folder != RUNS or folder.exists()):
         what = "this is no folder" if folder.exists() else "there is no such folder"
         raise UserError(what, where=str(folder), fix="name the folder that holds the runs, or nothing for runs/")

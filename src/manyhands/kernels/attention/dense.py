@@ -95,7 +95,7 @@ def compare(name: str, device: torch.device, dtype: torch.dtype, num_heads: int,
 _sums_dims: dict[str, int] = {}  # dimensions of the sums of rows that a kernel gives: 3, or 4 with a last one of 1
 
 
-def _split_heads(num_parts: int, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+def split_heads(num_parts: int, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     """Views of each part's heads, of tensors (b, heads, ...)."""
     return zip(*(x.chunk(num_parts, 1) for x in tensors), strict=True)
 
@@ -128,7 +128,7 @@ def attend_in_parts(
     ``num_parts`` divides g. Beside the output one part's is held.
     """
     out, sums = _empty_rows(q), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-    for *part, out_part, sums_part in _split_heads(num_parts, q, k, v, out, sums):
+    for *part, out_part, sums_part in split_heads(num_parts, q, k, v, out, sums):
         q_part, k_part, v_part = (_compact(x, q) for x in part)
         found, logarithms = _run_forward(q_part, k_part, v_part, scale, name, keeps=True)[:2]
         _sums_dims[name] = logarithms.dim()
@@ -158,7 +158,7 @@ def attend_in_parts_backward(
     # Before torch 2.12 cuDNN's graphs are kept by the strides of q, k and v alone: those of the others must follow.
     gradient = gradient.transpose(1, 2).contiguous().transpose(1, 2)
     gradients = _empty_rows(q), _empty_rows(k), _empty_rows(v)
-    for *part, dq, dk, dv in _split_heads(num_parts, gradient, q, k, v, out, sums, *gradients):
+    for *part, dq, dk, dv in split_heads(num_parts, gradient, q, k, v, out, sums, *gradients):
         _store(_run_backward(name, scale, *(_compact(x, q) for x in part)), dq, dk, dv)
     return gradients
 

@@ -17,7 +17,7 @@ longer than ``max_length``, which is a bound. ``window``: positions that a query
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -26,6 +26,7 @@ import torch
 
 from manyhands.core.limits import count_head_parts
 from manyhands.core.machine import GpuArchitecture
+from manyhands.kernels.attention.dense import split_heads
 from manyhands.kernels.attention.reference import ALLOWED, error_ratio
 from manyhands.kernels.backend import Backend, architecture_of
 
@@ -258,7 +259,7 @@ def flash4_forward(
         return out.contiguous(), lse.contiguous()  # compiled code counts on the strides that the fake has
     out = q.new_empty((*q.shape[:2], v.shape[2]))
     sums: list[torch.Tensor] = []
-    for *part, place in _split_heads(num_parts, q, k, v, out):
+    for *part, place in split_heads(num_parts, q, k, v, out):
         found, lse = _bound().forward(*part, *rest)
         place.copy_(found)
         sums.append(lse)
@@ -293,7 +294,7 @@ def flash4_backward(
         dq, dk, dv = _bound().backward(*tensors, *rest)
         return dq.contiguous(), dk.contiguous(), dv.contiguous()
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-    parts = _split_heads(num_parts, *tensors[:5], dq, dk, dv)
+    parts = split_heads(num_parts, *tensors[:5], dq, dk, dv)
     for (*part, dq_part, dk_part, dv_part), lse_part in zip(parts, tensors[5].chunk(num_parts), strict=True):
         found = _bound().backward(*part, lse_part, *rest)
         for place, gradients in zip((dq_part, dk_part, dv_part), found, strict=True):
@@ -305,11 +306,6 @@ def flash4_backward(
 def _count_parts(q: torch.Tensor, k: torch.Tensor) -> int:
     num_tokens, num_heads, dim = q.shape
     return count_head_parts(num_tokens, num_heads, k.shape[1], dim, q.element_size())
-
-
-def _split_heads(num_parts: int, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Views of each part's heads, of tensors (t, heads, d)."""
-    return zip(*(x.chunk(num_parts, 1) for x in tensors), strict=True)
 
 
 @flash4_forward.register_fake

@@ -17,14 +17,13 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from manyhands.kernels.backend import architecture_of
-from manyhands.kernels.fp8.triton_rows import new_rows, scale_of
+from manyhands.kernels.fp8.triton_rows import STEP_COLUMNS, new_rows, scale_of, top_of
 from manyhands.kernels.grouped import ALIGNMENT, compute_groups
 
 GATES = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "clamped": 3}
 MIN_RANK = 16  # of tl.dot
 ROWS, COLUMNS = 64, 128  # of a tile
 FP8_COLUMNS = 64  # of a tile of rows gathered in fp8: 0.106 ms for 65,536 rows of 2,048, 0.117 with 128 (H200)
-TOP_COLUMNS = 4096  # at once of a row whose largest value is found
 GATE_COLUMNS = 64  # of a tile of gate and up
 GATE_ROWS, GATE_WARPS = 32, 2  # forward
 CHUNK = 512  # rows of a group that one program adds up: some experts get many times the rows of others
@@ -111,20 +110,16 @@ def _store_gate(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _tops_kernel(x_pointer, tops_pointer, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _amax_kernel(x_pointer, tops_pointer, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
-    top = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, width, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        top = tl.maximum(top, tl.abs(tl.load(x_pointer + row * width + at, mask=at < width, other=0.0).to(tl.float32)))
-    tl.store(tops_pointer + row, tl.max(top, 0))
+    tl.store(tops_pointer + row, top_of(x_pointer + row * width, x_pointer, width, False, BLOCK))
 
 
-def tops(x: torch.Tensor) -> torch.Tensor:
+def row_amax(x: torch.Tensor) -> torch.Tensor:
     """The largest magnitude of each row, (n, i) -> (n) float32."""
     out = x.new_empty(len(x), dtype=torch.float32)
-    block = min(TOP_COLUMNS, triton.next_power_of_2(x.shape[1]))
-    _tops_kernel[(len(x),)](x.contiguous(), out, x.shape[1], BLOCK=block)
+    block = min(STEP_COLUMNS, triton.next_power_of_2(x.shape[1]))
+    _amax_kernel[(len(x),)](x.contiguous(), out, x.shape[1], BLOCK=block)
     return out
 
 
@@ -205,8 +200,8 @@ def _gather(
     """Fill ``rows`` and the scales that they have in fp8; the low-rank product."""
     num_rows, (num_groups, rank, width) = len(tokens), a.shape
     low = x.new_empty(num_rows, rank)
-    of_tokens = low if scales is None else tops(x)
-    of_factors = low if factors is None else tops(factors)
+    of_tokens = low if scales is None else row_amax(x)
+    of_factors = low if factors is None else row_amax(factors)
     _gather_kernel[(triton.cdiv(num_rows, ROWS) + num_groups,)](
         *(x, tokens, ends, a, a if factors is None else factors, of_tokens, of_factors, rows),
         *(low if scales is None else scales, low, width, rank, *a.stride(), scale, num_groups),

@@ -40,7 +40,7 @@ def _store_values(pointer, at, x, width):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _top(pointer, factors_pointer, width, SCALED: tl.constexpr, STEP: tl.constexpr):  # type: ignore[no-untyped-def]
+def top_of(pointer, factors_pointer, width, SCALED: tl.constexpr, STEP: tl.constexpr):  # type: ignore[no-untyped-def]
     """The largest magnitude of a row that is read step by step."""
     top = tl.zeros([STEP], tl.float32)
     for start in range(0, width, STEP):
@@ -114,11 +114,11 @@ def _rows_kernel(  # type: ignore[no-untyped-def]
         _store_values(values + width0, at1, wide1 * inverse, width1)
         _store_values(values + width0 + width1, at2, wide2 * inverse, width2)
     else:
-        top = _top(x0, factors, width0, SCALED, STEP0)
+        top = top_of(x0, factors, width0, SCALED, STEP0)
         if PARTS > 1:
-            top = tl.maximum(top, _top(x1, factors + width0, width1, SCALED, STEP1))
+            top = tl.maximum(top, top_of(x1, factors + width0, width1, SCALED, STEP1))
         if PARTS > 2:
-            top = tl.maximum(top, _top(x2, factors + width0 + width1, width2, SCALED, STEP2))
+            top = tl.maximum(top, top_of(x2, factors + width0 + width1, width2, SCALED, STEP2))
         scale, inverse = scale_of(top)
         cast(x0, factors, values, inverse, width0, SCALED, STEP0)
         if PARTS > 1:
@@ -221,7 +221,7 @@ def _group_rows_kernel(  # type: ignore[no-untyped-def]
         scale, inverse = scale_of(tl.max(tl.abs(x), 0))
         _store_values(values_pointer, at, x * inverse, width)
     else:
-        scale, inverse = scale_of(_top(x_pointer, factors_pointer, width, True, STEP))
+        scale, inverse = scale_of(top_of(x_pointer, factors_pointer, width, True, STEP))
         cast(x_pointer, factors_pointer, values_pointer, inverse, width, True, STEP)
     tl.store(scales_pointer + row, scale)
 

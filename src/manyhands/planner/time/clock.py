@@ -36,7 +36,7 @@ from manyhands.planner.types import Candidate, DiskEstimate, Reason, TimeEstimat
 MAX_STEPS, MAX_SAMPLES = 64, 2_048  # laid out for each size of micro-batches; six steps missed the mean by a tenth
 MAX_SIZES = 8  # of micro-batches, whose seconds are added up for each layout
 DISK_BYTES_S = 1e9  # assumed, of one machine's disk: one process after the other writes and reads at this rate
-FLASH4_WORTH = 0.03  # of a step: less is not worth a line of the plan
+MIN_FLASH4_SAVING = 0.03  # of a step: less is not worth a line of the plan
 COMPILE_S = 40.0  # assumed: imports, compilation of blocks and the checks before the first step
 
 
@@ -148,7 +148,7 @@ def explain_flash4(clock: Clock, asked: EstimateInput) -> list[Reason]:
         return []
     step_s, faster_s = (sum(c.terms(asked).values()) for c in (clock, replace(clock, has_flash4=True)))
     saved = 1 - faster_s / step_s
-    return [reason("flash4", saved=saved)] if saved >= FLASH4_WORTH else []
+    return [reason("flash4", saved=saved)] if saved >= MIN_FLASH4_SAVING else []
 
 
 def explain_links(facts: Facts, clock: Clock, base: EstimateInput, candidates: Sequence[Candidate]) -> list[Reason]:
